@@ -1,0 +1,67 @@
+package job
+
+// Code is a stable, machine-readable name of what went wrong. Clients match on it, so codes are only ever added.
+type Code string
+
+// The codes.
+const (
+	CodeInvalidAPIKey        Code = "invalid_api_key"
+	CodeInvalidValue         Code = "invalid_value"
+	CodeInvalidType          Code = "invalid_type"
+	CodeInvalidJSON          Code = "invalid_json"
+	CodeMissingParameter     Code = "missing_required_parameter"
+	CodeUnsupportedParameter Code = "unsupported_parameter"
+	CodeUnknownURL           Code = "unknown_url"
+	CodeMethodNotAllowed     Code = "method_not_allowed"
+	CodeUnsupportedMedia     Code = "unsupported_media_type"
+	CodeRequestTooLarge      Code = "request_too_large"
+	CodeModelNotFound        Code = "model_not_found"
+	CodeContextLength        Code = "context_length_exceeded"
+	CodeIdempotencyConflict  Code = "idempotency_key_reused"
+	CodeAlreadyEnded         Code = "job_already_ended"
+	CodeJobNotFound          Code = "job_not_found"
+	CodeResultExpired        Code = "result_expired"
+	CodeRateLimit            Code = "rate_limit_exceeded"
+	CodeQueueFull            Code = "queue_full"
+	CodeUnavailable          Code = "service_unavailable"
+	CodeInternal             Code = "internal_error"
+	CodeEngineError          Code = "engine_error"
+	CodeEngineStalled        Code = "engine_stalled"
+	CodeMaxAttempts          Code = "max_attempts"
+	CodeWorkerCrashed        Code = "worker_crashed"
+	CodeRunTimeout           Code = "run_timeout"
+	CodeExpired              Code = "job_expired"
+	CodeCancelled            Code = "job_cancelled"
+	CodeClientGone           Code = "client_disconnected"
+)
+
+// The types of errors, as the OpenAI API names them.
+const (
+	TypeInvalidRequest = "invalid_request_error"
+	TypeRateLimit      = "rate_limit_exceeded"
+	TypeServer         = "server_error"
+)
+
+// Error is what a client is told went wrong: all four keys always stand in its JSON.
+type Error struct {
+	Message string  `json:"message"`
+	Type    string  `json:"type"`
+	Param   *string `json:"param"`
+	Code    *Code   `json:"code"`
+}
+
+// NewError returns an error without a param.
+func NewError(typ string, code Code, message string) *Error {
+	return &Error{Message: message, Type: typ, Code: &code}
+}
+
+// Error is the message.
+func (e *Error) Error() string { return e.Message }
+
+// CodeOf is e's code, "" if it has none.
+func (e *Error) CodeOf() Code {
+	if e == nil || e.Code == nil {
+		return ""
+	}
+	return *e.Code
+}

@@ -1,0 +1,37 @@
+package job
+
+import (
+	"encoding/json"
+	"math"
+)
+
+// BytesPerToken is the first guess at how many bytes of a request one prompt token stands for, before an engine's usage teaches a better one.
+const BytesPerToken = 4
+
+// MaxBytesPerToken is a bound that no real tokenizer reaches over a whole prompt: what does not fit at this ratio surely does not fit.
+const MaxBytesPerToken = 16
+
+// EstimateCost returns what a request will need of an engine's KV cache, from its fields and the length of its body in bytes.
+// A limit that is not a positive whole number counts as none: the engine will refuse it.
+func EstimateCost(o *Object, size int64) Cost {
+	c := Cost{Prompt: Tokens((size + BytesPerToken - 1) / BytesPerToken), Answers: 1}
+	c.Output = Tokens(positive(o.Get("max_completion_tokens")))
+	if c.Output == 0 {
+		c.Output = Tokens(positive(o.Get("max_tokens")))
+	}
+	if n := positive(o.Get("n")); n > 1 {
+		c.Answers = int(min(n, math.MaxInt32))
+	}
+	return c
+}
+
+// LeastPrompt is the least number of prompt tokens that a body of size bytes can hold.
+func LeastPrompt(size int64) Tokens { return Tokens(size / MaxBytesPerToken) }
+
+func positive(raw json.RawMessage) int64 {
+	var n int64
+	if raw == nil || json.Unmarshal(raw, &n) != nil || n < 0 {
+		return 0
+	}
+	return n
+}
