@@ -1,0 +1,4 @@
+package client
+
+// ParseEvents is parseEvents, for its tests.
+var ParseEvents = parseEvents
