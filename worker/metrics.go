@@ -1,0 +1,54 @@
+package worker
+
+import (
+	"fmt"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// metrics of a worker. Labels are from closed sets; the worker itself is told by the scrape's target.
+type metrics struct {
+	attempts     *prometheus.CounterVec // by how they ended
+	tokens       *prometheus.CounterVec // prompt, completion
+	unready      *prometheus.CounterVec // by state entered
+	scrapeErrors prometheus.Counter
+	panics       prometheus.Counter
+	ttft         prometheus.Histogram
+	wait         *prometheus.HistogramVec // by class
+}
+
+func newMetrics(reg prometheus.Registerer, w *Worker) (*metrics, error) {
+	reg = prometheus.WrapRegistererWith(prometheus.Labels{"worker": w.cfg.Name}, reg)
+	m := &metrics{
+		attempts:     prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_worker_attempts_total", Help: "Attempts at jobs by how they ended."}, []string{"outcome"}),
+		tokens:       prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_worker_tokens_total", Help: "Tokens of completed jobs as the engine counted them."}, []string{"kind"}),
+		unready:      prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_worker_unready_total", Help: "How often the engine stopped being ready, by the state entered."}, []string{"state"}),
+		scrapeErrors: prometheus.NewCounter(prometheus.CounterOpts{Name: "millrace_worker_engine_scrape_errors_total", Help: "Readings of the engine's metrics that failed."}),
+		panics:       prometheus.NewCounter(prometheus.CounterOpts{Name: "millrace_worker_panics_total", Help: "Panics while running a job."}),
+		ttft:         prometheus.NewHistogram(prometheus.HistogramOpts{Name: "millrace_worker_time_to_first_token_seconds", Help: "From the call of the engine to its first token, of streamed calls.", Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}),
+		wait:         prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "millrace_job_wait_seconds", Help: "From acceptance to the first start.", Buckets: prometheus.ExponentialBuckets(0.005, 3, 14)}, []string{"class"}),
+	}
+	gauge := func(name, help string, f func(status) float64) prometheus.Collector {
+		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, func() float64 { return f(w.gate.status()) })
+	}
+	for _, c := range []prometheus.Collector{
+		m.attempts, m.tokens, m.unready, m.scrapeErrors, m.panics, m.ttft, m.wait,
+		gauge("millrace_worker_running", "Jobs that run now.", func(s status) float64 { return float64(s.running) }),
+		gauge("millrace_worker_in_hand", "Jobs pulled and not started.", func(s status) float64 { return float64(s.inHand) }),
+		gauge("millrace_worker_kv_capacity_tokens", "The engine's KV cache.", func(s status) float64 { return float64(s.capacity) }),
+		gauge("millrace_worker_kv_free_tokens", "What of it may still be granted.", func(s status) float64 { return float64(s.free) }),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "millrace_worker_capacity_estimated", Help: "1 if the engine does not tell its KV capacity and the configured one is used."}, func() float64 {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			if w.source == "estimated" {
+				return 1
+			}
+			return 0
+		}),
+	} {
+		if err := reg.Register(c); err != nil {
+			return nil, fmt.Errorf("registering the worker's metrics: %w", err)
+		}
+	}
+	return m, nil
+}
