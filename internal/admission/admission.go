@@ -1,0 +1,115 @@
+// Package admission decides whether a new job may enter, and in which lane it waits. Its decisions are pure: the caller gathers what is known into a
+// [View] and acts on the [Decision].
+package admission
+
+import (
+	"fmt"
+
+	"github.com/millrace/millrace/internal/job"
+)
+
+// FullAt is the share of a stream's limit, 0..1, at which new jobs are refused: the rest is kept for moves, retries and outcomes.
+const FullAt = 0.8
+
+// MinDeep is the least number of jobs in the shared lane from which on newcomers wait in their tenant's line. DeepSeconds is the measured work in seconds
+// that the shared lane holds at least before it counts as deep: as much as the dispatcher keeps in it.
+const (
+	MinDeep     = 64
+	DeepSeconds = 4
+)
+
+// Request is a job that wants to enter.
+type Request struct {
+	Tenant   job.Tenant
+	Model    job.Model
+	Endpoint job.Endpoint
+	// Body is the engine's request as parsed, Size its length in bytes.
+	Body *job.Object
+	Size int64
+	// Live: the job is answered on its own connection, and does not go to the durable stream.
+	Live bool
+}
+
+// View is what the caller knows of the platform. Zero is an empty platform without a dispatcher.
+type View struct {
+	// Known: a worker serves the model, served it lately, or the queue holds work for it.
+	Known bool
+	// Largest is the longest request in tokens that fits the model's largest worker of late; 0 is unknown.
+	Largest job.Tokens
+	// WorkFill and DoneFill are the shares in use, 0..1, of the limits of the model's durable stream and of the outcomes' stream.
+	WorkFill, DoneFill float64
+	// Leader: a dispatcher leads and moves waiting lines on. Without one nobody would.
+	Leader bool
+	// Shared counts the jobs that wait in the model's shared lane, TenantWaiting those in the tenant's waiting line.
+	Shared, TenantWaiting int
+	// JobsPerSecond is how fast the model's jobs end lately; 0 is unknown.
+	JobsPerSecond float64
+}
+
+// Lane names where a job waits.
+type Lane string
+
+// The lanes. Shared is pulled by every worker of the model; from TenantLine the dispatcher moves jobs to Shared.
+const (
+	Shared     Lane = "shared"
+	TenantLine Lane = "tenant"
+)
+
+// Decision is Lane, or a refusal.
+type Decision struct {
+	Lane   Lane
+	Refuse *job.Error
+}
+
+// Decide tells what becomes of r. The reasons to refuse are tried from the client's own mistakes to the platform's troubles, so that a request which can
+// never work is not told to come again.
+func Decide(r Request, v View) Decision {
+	if !v.Known {
+		return Decision{Refuse: refusal(job.TypeInvalidRequest, job.CodeModelNotFound, "model",
+			fmt.Sprintf("The model %q does not exist: no worker serves it.", r.Model))}
+	}
+	if d, ok := tooLong(r, v.Largest); ok {
+		return d
+	}
+	switch {
+	case v.DoneFill >= FullAt:
+		return Decision{Refuse: refusal(job.TypeRateLimit, job.CodeQueueFull, "",
+			fmt.Sprintf("The store of results is %.0f %% full: try again later.", v.DoneFill*100))}
+	case !r.Live && v.WorkFill >= FullAt:
+		return Decision{Refuse: refusal(job.TypeRateLimit, job.CodeQueueFull, "",
+			fmt.Sprintf("The queue of %q is %.0f %% full: try again later.", r.Model, v.WorkFill*100))}
+	}
+	deep := max(MinDeep, int(DeepSeconds*v.JobsPerSecond))
+	if !r.Live && v.Leader && (v.TenantWaiting > 0 || v.Shared >= deep) {
+		return Decision{Lane: TenantLine}
+	}
+	return Decision{Lane: Shared}
+}
+
+// tooLong refuses what surely fits no worker. The body's length is looked at first, because it is at hand: only one that seems too long is measured.
+func tooLong(r Request, largest job.Tokens) (Decision, bool) {
+	if largest <= 0 || job.LeastPrompt(r.Size) <= largest {
+		return Decision{}, false
+	}
+	least := LeastPrompt(r.Endpoint, r.Body)
+	if least <= largest {
+		return Decision{}, false
+	}
+	param := "messages"
+	switch r.Endpoint {
+	case job.Completions:
+		param = "prompt"
+	case job.Embeddings:
+		param = "input"
+	}
+	return Decision{Refuse: refusal(job.TypeInvalidRequest, job.CodeContextLength, param, fmt.Sprintf(
+		"The prompt has at least %d tokens, and the largest worker of %q holds %d: shorten it.", least, r.Model, largest))}, true
+}
+
+func refusal(typ string, code job.Code, param, message string) *job.Error {
+	e := job.NewError(typ, code, message)
+	if param != "" {
+		e.Param = &param
+	}
+	return e
+}
