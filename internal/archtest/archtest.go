@@ -1,0 +1,87 @@
+// Package archtest holds the rules of who may import whom, as tables, and the tests that hold the module to them. A new edge is a new line in a
+// table, so that it is seen in review.
+package archtest
+
+// Edges lists, for each package of the module, the packages of the module that it may import. Its tests may import these too, and what
+// TestEdges adds. Every package has its line: a new one without a line fails the test.
+//
+// The order is cmd -> role -> adapter -> job -> std: roles never import each other, and adapters never import each other.
+var Edges = map[string][]string{
+	// The nouns.
+	"internal/job": {},
+
+	// Adapters: one outside system each.
+	"internal/blob":            {"internal/job"},
+	"internal/cluster":         {"internal/job"},
+	"internal/embedded":        {},
+	"internal/engine":          {"internal/job"},
+	"internal/engine/emulator": {"internal/job"},
+	"internal/queue":           {"internal/job"},
+	"internal/relay":           {"internal/job"},
+	"internal/results":         {"internal/job"},
+
+	// Decisions that a role takes in its own process.
+	"internal/admission": {"internal/job"},
+
+	// Roles.
+	"api": {
+		"internal/admission", "internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results",
+	},
+	"dispatcher": {
+		"internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results",
+	},
+	"worker": {
+		"internal/blob", "internal/cluster", "internal/engine", "internal/job", "internal/queue", "internal/relay", "internal/results",
+	},
+
+	// For main alone.
+	"internal/config":    {},
+	"internal/telemetry": {},
+
+	// Whoever puts the parts together.
+	"cmd/millrace": {Everything},
+	"bench":        {Everything},
+
+	// For tests alone.
+	"internal/archtest": {},
+	"internal/testenv":  {"internal/embedded"},
+
+	"examples/openai-go": {},
+}
+
+// TestEdges lists what the tests of a package, or of all below a folder that ends in "/...", may import beyond its Edges.
+var TestEdges = map[string][]string{
+	"...":      {"internal/testenv", "internal/embedded", "internal/job"},
+	"api":      {"internal/engine/emulator"},
+	"worker":   {"internal/engine/emulator"},
+	"test/...": {Everything},
+}
+
+// Everything allows every package of the module.
+const Everything = "*"
+
+// Reserved lists what only some packages may import: of the module, of other modules, of the standard library. A path stands for all below it; the
+// longest that fits counts.
+var Reserved = map[string]Reservation{
+	"github.com/redis/go-redis":                       {Importers: []string{"internal/results"}},
+	"github.com/nats-io/nats.go/jetstream":            {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "bench"}},
+	"github.com/synadia-io/orbit.go":                  {Importers: []string{"internal/queue"}},
+	"github.com/nats-io/nats.go":                      {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "internal/relay", "internal/embedded", "internal/testenv", "cmd/millrace", "bench"}, Tests: true},
+	"github.com/nats-io/nats-server":                  {Importers: []string{"internal/embedded"}, Tests: true},
+	"github.com/alicebob/miniredis":                   {Importers: []string{"internal/embedded"}, Tests: true},
+	"github.com/labstack/echo":                        {Importers: []string{"api"}},
+	"github.com/spf13/cobra":                          {Importers: []string{"cmd/millrace"}},
+	"github.com/vbauerster/mpb":                       {Importers: []string{"cmd/millrace"}},
+	"github.com/openai/openai-go":                     {Importers: []string{"examples/openai-go"}, Tests: true},
+	"database/sql":                                    {},
+	"github.com/millrace/millrace/internal/config":    {Importers: []string{"cmd/millrace"}},
+	"github.com/millrace/millrace/internal/telemetry": {Importers: []string{"cmd/millrace", "bench"}},
+	"github.com/millrace/millrace/internal/testenv":   {Tests: true},
+}
+
+// Reservation names the packages that may import something.
+type Reservation struct {
+	Importers []string
+	// Tests: every package's tests may import it too. Otherwise only the importers' own tests.
+	Tests bool
+}

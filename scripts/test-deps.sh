@@ -1,0 +1,69 @@
+#!/usr/bin/env bash
+# Finds the programs that the tests start by themselves, and installs what is missing where it may: by apt-get as root or through sudo without a
+# password, or by Homebrew. Where it may not, it stops and prints the one line to run.
+#   redis-server   the result store's tests
+#   node, npm      the test of the official Node client
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+say() { printf 'test-deps: %s\n' "$*"; }
+have() { command -v "$1" >/dev/null 2>&1; }
+
+missing=()
+have redis-server || missing+=(redis)
+{ have node && have npm; } || missing+=(node)
+
+# names MANAGER: what the missing programs are called there.
+names() {
+  local m
+  for m in "${missing[@]}"; do
+    case $1:$m in
+      apt:redis) echo redis-server ;;
+      apt:node) echo nodejs npm ;;
+      brew:*) echo "$m" ;;
+    esac
+  done
+}
+
+install() {
+  local packages sudo=()
+  if have apt-get; then
+    # shellcheck disable=SC2207 # package names hold no blanks
+    packages=($(names apt))
+    if [ "$(id -u)" != 0 ]; then
+      if ! have sudo || ! sudo -n true 2>/dev/null; then
+        say "these tests need programs that are not here. Run:" >&2
+        say "  sudo apt-get install -y ${packages[*]}" >&2
+        exit 1
+      fi
+      sudo=(sudo -n)
+    fi
+    say "installing ${packages[*]} with apt-get"
+    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get update -q >/dev/null
+    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${packages[@]}" >/dev/null
+    # Debian's package also starts a service, which nobody asked for here: tests start servers of their own on free ports.
+    if have systemctl && [[ " ${packages[*]} " == *" redis-server "* ]]; then
+      "${sudo[@]}" systemctl disable --now redis-server >/dev/null 2>&1 || true
+    fi
+  elif have brew; then
+    # shellcheck disable=SC2207
+    packages=($(names brew))
+    say "installing ${packages[*]} with Homebrew"
+    brew install --quiet "${packages[@]}"
+  else
+    say "please install ${missing[*]} with this system's package manager, so that redis-server, node and npm are on the PATH" >&2
+    exit 1
+  fi
+}
+
+[ ${#missing[@]} = 0 ] || install
+for program in redis-server node npm; do
+  have "$program" || { say "$program is still not on the PATH after the installation" >&2; exit 1; }
+done
+
+# The Node client, in the version of its lock file. npm leaves this file behind when an installation is whole.
+client=examples/openai-node
+if [ ! $client/node_modules/.package-lock.json -nt $client/package-lock.json ]; then
+  say "installing the Node client in $client"
+  npm ci --prefix $client --no-audit --no-fund --prefer-offline --loglevel=error >/dev/null
+fi
