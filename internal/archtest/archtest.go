@@ -20,6 +20,9 @@ var Edges = map[string][]string{
 	"internal/relay":           {"internal/job"},
 	"internal/results":         {"internal/job"},
 
+	// The client's side of the HTTP API.
+	"internal/client": {"internal/job"},
+
 	// Decisions that a role takes in its own process.
 	"internal/admission": {"internal/job"},
 
@@ -42,11 +45,13 @@ var Edges = map[string][]string{
 	"cmd/millrace": {Everything},
 	"bench":        {Everything},
 
+	// The prompts of the demo, and clients to copy from.
+	"examples":           {},
+	"examples/openai-go": {},
+
 	// For tests alone.
 	"internal/archtest": {},
 	"internal/testenv":  {"internal/embedded"},
-
-	"examples/openai-go": {},
 }
 
 // TestEdges lists what the tests of a package, or of all below a folder that ends in "/...", may import beyond its Edges.
