@@ -65,7 +65,8 @@ lint: ## Run golangci-lint, built from its own module file
 	$(GO) tool -modfile=.ci/lint/go.mod golangci-lint run ./...
 
 .PHONY: race
-race: test-deps ## Run the tests of the concurrent packages under the race detector
+race: ## Run the tests of the concurrent packages under the race detector
+	@scripts/test-deps.sh race
 	$(GO) test -race -timeout=20m $(TESTFLAGS) $(RACE)
 
 .PHONY: bench

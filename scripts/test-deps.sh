@@ -3,6 +3,7 @@
 # password, or by Homebrew. Where it may not, it stops and prints the one line to run.
 #   redis-server   the result store's tests
 #   node, npm      the test of the official Node client
+#   cc             the race detector, when called with "race"
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,6 +13,7 @@ have() { command -v "$1" >/dev/null 2>&1; }
 missing=()
 have redis-server || missing+=(redis)
 { have node && have npm; } || missing+=(node)
+[ "${1:-}" != race ] || have cc || missing+=(cc)
 
 # names MANAGER: what the missing programs are called there.
 names() {
@@ -20,6 +22,8 @@ names() {
     case $1:$m in
       apt:redis) echo redis-server ;;
       apt:node) echo nodejs npm ;;
+      apt:cc) echo gcc libc6-dev ;;
+      brew:cc) echo gcc ;;
       brew:*) echo "$m" ;;
     esac
   done
@@ -33,7 +37,7 @@ install() {
     if [ "$(id -u)" != 0 ]; then
       if ! have sudo || ! sudo -n true 2>/dev/null; then
         say "these tests need programs that are not here. Run:" >&2
-        say "  sudo apt-get install -y ${packages[*]}" >&2
+        say "  sudo apt-get update && sudo apt-get install -y ${packages[*]}" >&2
         exit 1
       fi
       sudo=(sudo -n)
@@ -51,7 +55,7 @@ install() {
     say "installing ${packages[*]} with Homebrew"
     brew install --quiet "${packages[@]}"
   else
-    say "please install ${missing[*]} with this system's package manager, so that redis-server, node and npm are on the PATH" >&2
+    say "please install ${missing[*]} with this system's package manager, so that redis-server, node, npm (and cc, for the race detector) are on the PATH" >&2
     exit 1
   fi
 }
