@@ -1,0 +1,56 @@
+package dispatcher
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/millrace/millrace/internal/blob"
+	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/queue"
+)
+
+// sweepBlobs removes objects that no job needs: a request's whose job has ended or was never accepted, an answer's that is not the outcome's or whose outcome is over its retention.
+func (d *Dispatcher) sweepBlobs(ctx context.Context) error {
+	limit := time.Now().Add(-d.cfg.BlobAge).UnixMilli()
+	return d.deps.Blobs.List(ctx, func(i blob.Info) error {
+		if i.Time > limit {
+			return nil
+		}
+		kind, rest, _ := strings.Cut(i.Name, "/")
+		name, _, _ := strings.Cut(rest, "/")
+		id, err := job.ParseID(name)
+		if err != nil || (kind != "body" && kind != "result") {
+			return nil // not an object of a job
+		}
+		needed, err := d.blobNeeded(ctx, id, i.Name)
+		if err != nil || needed {
+			return err
+		}
+		d.log.Info("removing an object that no job needs", "object", i.Name)
+		if err := d.deps.Blobs.Delete(ctx, i.Name); err != nil {
+			return fmt.Errorf("removing object %s: %w", i.Name, err)
+		}
+		return nil
+	})
+}
+
+func (d *Dispatcher) blobNeeded(ctx context.Context, id job.ID, name string) (bool, error) {
+	r, err := d.deps.Queue.FindOutcome(ctx, id)
+	if err == nil {
+		return r.Outcome.Blob == name, nil
+	}
+	if !errors.Is(err, queue.ErrNotFound) {
+		return false, fmt.Errorf("looking for the outcome of job %s: %w", id, err)
+	}
+	_, err = d.deps.Queue.Find(ctx, "", id)
+	if errors.Is(err, queue.ErrNotFound) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("looking for the message of job %s: %w", id, err)
+	}
+	return true, nil
+}

@@ -1,0 +1,229 @@
+package dispatcher
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"crypto/rand"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/millrace/millrace/internal/blob"
+	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/relay"
+	"github.com/millrace/millrace/internal/results"
+	"github.com/millrace/millrace/internal/settle"
+)
+
+// Config of a Dispatcher. Zero fields get the defaults named.
+type Config struct {
+	// Sweep is the period of looking at lanes, holders and queues. Default 1 s.
+	Sweep time.Duration
+	// Deadlines is the period of looking for late jobs. Default 250 ms.
+	Deadlines time.Duration
+	// Reconcile is the period of comparing Redis with the streams. Default 10 s.
+	Reconcile time.Duration
+	// AcceptingAfter is how long a job may be in the middle of its acceptance before it is decided for its client. Default 30 s.
+	AcceptingAfter time.Duration
+	// LowWater and HighWater bound, in jobs per model and class, how full the lane that workers pull is kept from the waiting lines. Defaults 64 and 128.
+	LowWater, HighWater int
+	// MaxDeaths is how many deaths of its worker end a job. Default 3.
+	MaxDeaths int
+	// BlobSweep is the period of looking for objects that belong to no job. Default 1 h. BlobAge is how old such an object must be. Default 1 h.
+	BlobSweep, BlobAge time.Duration
+}
+
+func (c *Config) complete() error {
+	for _, f := range []struct {
+		name  string
+		value *time.Duration
+		def   time.Duration
+	}{
+		{"Sweep", &c.Sweep, time.Second},
+		{"Deadlines", &c.Deadlines, 250 * time.Millisecond},
+		{"Reconcile", &c.Reconcile, 10 * time.Second},
+		{"AcceptingAfter", &c.AcceptingAfter, 30 * time.Second},
+		{"BlobSweep", &c.BlobSweep, time.Hour},
+		{"BlobAge", &c.BlobAge, time.Hour},
+	} {
+		if *f.value < 0 {
+			return fmt.Errorf("dispatcher: %s is %s, which must not be negative", f.name, *f.value)
+		}
+		if *f.value == 0 {
+			*f.value = f.def
+		}
+	}
+	for _, f := range []struct {
+		name  string
+		value *int
+		def   int
+	}{{"LowWater", &c.LowWater, 64}, {"HighWater", &c.HighWater, 128}, {"MaxDeaths", &c.MaxDeaths, 3}} {
+		if *f.value < 0 {
+			return fmt.Errorf("dispatcher: %s is %d, which must not be negative", f.name, *f.value)
+		}
+		if *f.value == 0 {
+			*f.value = f.def
+		}
+	}
+	if c.LowWater > c.HighWater {
+		return fmt.Errorf("dispatcher: LowWater is %d, above HighWater %d", c.LowWater, c.HighWater)
+	}
+	return nil
+}
+
+// Deps are what a Dispatcher works with. All fields are required.
+type Deps struct {
+	Queue      *queue.Queue
+	Blobs      blob.Store
+	Results    *results.Store
+	Cluster    *cluster.Cluster
+	Relay      *relay.Relay
+	Registerer prometheus.Registerer
+	Log        *slog.Logger
+	// Version and Process go into heartbeats: roles of one process share Process.
+	Version, Process string
+}
+
+// Dispatcher keeps waiting work moving.
+type Dispatcher struct {
+	cfg     Config
+	deps    Deps
+	id      string
+	log     *slog.Logger
+	begun   time.Time
+	settler *settle.Settler
+	metrics *metrics
+
+	mu      sync.Mutex // guards what follows
+	leading bool
+	queues  []cluster.QueueInfo
+}
+
+// New validates cfg and starts nothing.
+func New(cfg Config, deps Deps) (*Dispatcher, error) {
+	if err := cfg.complete(); err != nil {
+		return nil, err
+	}
+	if deps.Queue == nil || deps.Blobs == nil || deps.Results == nil || deps.Cluster == nil || deps.Relay == nil || deps.Registerer == nil || deps.Log == nil {
+		return nil, errors.New("dispatcher: a dependency is missing")
+	}
+	m, err := newMetrics(deps.Registerer)
+	if err != nil {
+		return nil, err
+	}
+	id := "dispatcher-" + strings.ToLower(rand.Text()[:12])
+	return &Dispatcher{
+		cfg: cfg, deps: deps, id: id, log: deps.Log.With("dispatcher", id), begun: time.Now(), metrics: m,
+		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: deps.Log},
+	}, nil
+}
+
+// Ready returns nil while the dispatcher can do its work, leading or standing by.
+func (d *Dispatcher) Ready() error {
+	if ok, _ := d.deps.Cluster.Connected(); !ok {
+		return errors.New("NATS is not connected")
+	}
+	return nil
+}
+
+// Run stands by for the lease, and acts while it holds it, until ctx ends.
+func (d *Dispatcher) Run(ctx context.Context) error {
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return d.deps.Cluster.Announce(ctx, d.beat) })
+	g.Go(func() error { return d.deps.Cluster.Lead(ctx, "dispatcher", d.lead) })
+	if err := g.Wait(); err != nil && !errors.Is(err, context.Canceled) {
+		return err
+	}
+	return nil
+}
+
+func (d *Dispatcher) beat() cluster.Heartbeat {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	host, _ := os.Hostname() //nolint:errcheck // shown to people only; "" is fine
+	h := cluster.Heartbeat{ID: d.id, Role: cluster.RoleDispatcher, Version: d.deps.Version, Host: host, Started: d.begun.UnixMilli(), Epoch: d.deps.Process, Leader: d.leading}
+	if d.leading {
+		h.Queues = d.queues
+	}
+	return h
+}
+
+// lead does the leader's duties until ctx ends. Each is a loop of its own, so that a slow one holds up no other.
+func (d *Dispatcher) lead(ctx context.Context, epoch uint64) {
+	d.log.Info("leading", "epoch", epoch)
+	d.setLeading(true)
+	defer d.setLeading(false)
+	elected := time.Now()
+	ended := make(chan struct{}, 1) // a job ended: there may be room to feed
+
+	var g sync.WaitGroup
+	g.Go(func() {
+		err := d.deps.Relay.OnEnded(ctx, func(job.Model) {
+			select {
+			case ended <- struct{}{}:
+			default:
+			}
+		})
+		if err != nil && ctx.Err() == nil { // the feeder's own tick does without
+			d.log.Warn("listening for ended jobs", "err", err)
+		}
+	})
+	g.Go(func() { d.watchDeaths(ctx) })
+	g.Go(func() {
+		d.loop(ctx, "sweep", d.cfg.Sweep, func(ctx context.Context) error { return d.sweep(ctx, elected) })
+	})
+	g.Go(func() { d.loop(ctx, "deadlines", d.cfg.Deadlines, d.expire) })
+	g.Go(func() { d.feedLoop(ctx, ended) })
+	g.Go(func() { d.loop(ctx, "rebuild", d.cfg.Sweep, d.rebuild) })
+	g.Go(func() {
+		missing := map[job.ID]bool{}
+		d.loop(ctx, "reconcile", d.cfg.Reconcile, func(ctx context.Context) error { return d.reconcile(ctx, missing) })
+	})
+	g.Go(func() { d.loop(ctx, "blobs", d.cfg.BlobSweep, d.sweepBlobs) })
+	g.Wait()
+	d.log.Info("leading no more", "epoch", epoch)
+}
+
+func (d *Dispatcher) setLeading(leading bool) {
+	d.mu.Lock()
+	d.leading, d.queues = leading, nil
+	d.mu.Unlock()
+	d.deps.Cluster.Nudge()
+}
+
+// loop does one duty again and again until ctx ends. A turn that fails is logged and repeated with the next: every duty begins from what is stored.
+func (d *Dispatcher) loop(ctx context.Context, name string, period time.Duration, duty func(context.Context) error) {
+	t := time.NewTicker(period)
+	defer t.Stop()
+	failing := false
+	for {
+		err := duty(ctx)
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err != nil:
+			d.metrics.failures.WithLabelValues(name).Inc()
+			if !failing { // once per outage, not once per turn
+				d.log.Warn("a duty failed: repeating it", "duty", name, "err", err)
+			}
+			failing = true
+		case failing:
+			d.log.Info("a duty works again", "duty", name)
+			failing = false
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-t.C:
+		}
+	}
+}

@@ -1,0 +1,15 @@
+// Package dispatcher is the role that keeps waiting work moving. Any number may run; the one that holds the lease acts.
+//
+// # Duties of the leader
+//
+//   - feed: moves jobs from the tenants' waiting lines into the lane that workers pull, as room appears.
+//   - deaths: ends the leases of a worker that fell silent, hands its deliveries back at once, moves its lane, and ends a job that took down its worker too often.
+//   - deadlines: expires what is late, waiting or running.
+//   - reconcile: compares Redis with the streams, and repairs what a crash or a loss left: jobs that were being accepted, messages or records that are missing, outcomes not yet recorded.
+//   - rebuild: fills a wiped Redis from DONE and WORK.
+//
+// # Failure
+//
+// Every duty is a repeatable step from what the streams and Redis say, so a leader may die anywhere: the next one begins anew. Two leaders for a moment do no harm: outcomes are first-wins,
+// moves keep a copy at every moment, and leases end once.
+package dispatcher

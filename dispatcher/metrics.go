@@ -1,0 +1,36 @@
+package dispatcher
+
+import (
+	"fmt"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// metrics of the leader. Model names come from the engines that are served, which is a closed set.
+type metrics struct {
+	failures      *prometheus.CounterVec // turns of a duty that failed
+	deaths        prometheus.Counter
+	ended         *prometheus.CounterVec // jobs ended here, by state
+	repaired      *prometheus.CounterVec // by what was wrong
+	fed           *prometheus.CounterVec // jobs moved out of waiting lines
+	waiting       *prometheus.GaugeVec
+	oldestRunning prometheus.Gauge
+}
+
+func newMetrics(reg prometheus.Registerer) (*metrics, error) {
+	m := &metrics{
+		failures:      prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_failures_total", Help: "Turns of a duty that failed and are repeated."}, []string{"duty"}),
+		deaths:        prometheus.NewCounter(prometheus.CounterOpts{Name: "millrace_dispatcher_worker_deaths_total", Help: "Workers whose leases were ended because they fell silent."}),
+		ended:         prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_ended_total", Help: "Jobs ended by the dispatcher, by state."}, []string{"state"}),
+		repaired:      prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_repaired_total", Help: "Jobs repaired by the reconciler, by what was wrong."}, []string{"fault"}),
+		fed:           prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_fed_total", Help: "Jobs moved out of waiting lines."}, []string{"model"}),
+		waiting:       prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "millrace_queue_waiting_jobs", Help: "Jobs that wait, by model and class; class \"line\" is the waiting lines."}, []string{"model", "class"}),
+		oldestRunning: prometheus.NewGauge(prometheus.GaugeOpts{Name: "millrace_oldest_running_job_seconds", Help: "Age of the attempt that has run longest."}),
+	}
+	for _, c := range []prometheus.Collector{m.failures, m.deaths, m.ended, m.repaired, m.fed, m.waiting, m.oldestRunning} {
+		if err := reg.Register(c); err != nil {
+			return nil, fmt.Errorf("registering the dispatcher's metrics: %w", err)
+		}
+	}
+	return m, nil
+}

@@ -1,0 +1,127 @@
+package job_test
+
+import (
+	"encoding/json"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/millrace/millrace/internal/job"
+)
+
+func TestIDsSortByTimeAndParse(t *testing.T) {
+	t.Parallel()
+	at := time.UnixMilli(1_800_000_000_123)
+	var ids []string
+	for i := range 100 {
+		ids = append(ids, string(job.NewID(at.Add(time.Duration(i)*time.Millisecond))))
+	}
+	if !slices.IsSorted(ids) {
+		t.Error("ids of rising times do not rise")
+	}
+	id, err := job.ParseID(ids[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !id.Time().Equal(at) {
+		t.Errorf("the id's time is %s, want %s", id.Time(), at)
+	}
+	if job.NewID(at) == job.NewID(at) {
+		t.Error("two ids of one moment are the same")
+	}
+	for _, bad := range []string{"", "job_", "job_x", "batch_" + ids[0][4:], strings.ToUpper(ids[0]), ids[0] + "0", ids[0][:39] + "*"} {
+		if _, err := job.ParseID(bad); err == nil {
+			t.Errorf("%q was taken for an id", bad)
+		}
+	}
+}
+
+func TestEstimateCostReadsBothLimits(t *testing.T) {
+	t.Parallel()
+	for body, want := range map[string]job.Cost{
+		`{"max_tokens":7}`: {Prompt: 4, Output: 7, Answers: 1},
+		`{"max_tokens":7,"max_completion_tokens":5,"n":3}`: {Prompt: 13, Output: 5, Answers: 3},
+		`{"max_tokens":-1,"n":0}`:                          {Prompt: 6, Answers: 1},
+		`{"max_tokens":"7","n":1.5}`:                       {Prompt: 7, Answers: 1},
+		`{}`:                                               {Prompt: 1, Answers: 1},
+	} {
+		o, err := job.ParseObject([]byte(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(want, job.EstimateCost(o, int64(len(body)))); diff != "" {
+			t.Errorf("%s: %s", body, diff)
+		}
+	}
+}
+
+func TestStates(t *testing.T) {
+	t.Parallel()
+	for _, s := range job.PublicStates() {
+		if got, ok := job.ParseState(string(s)); !ok || got != s {
+			t.Errorf("%s does not parse", s)
+		}
+		if want := s != job.Queued && s != job.Running; s.Ended() != want {
+			t.Errorf("%s.Ended() is not %v", s, want)
+		}
+	}
+	if _, ok := job.ParseState(string(job.Accepting)); ok {
+		t.Error("clients can ask for a state that they never see")
+	}
+	if job.Accepting.Public() != job.Queued {
+		t.Error("a job that is being accepted does not show as queued")
+	}
+}
+
+func TestErrorAlwaysHasFourKeys(t *testing.T) {
+	t.Parallel()
+	got, err := json.Marshal(job.Error{Message: "m", Type: job.TypeServer})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := `{"message":"m","type":"server_error","param":null,"code":null}`; string(got) != want {
+		t.Errorf("got %s, want %s", got, want)
+	}
+}
+
+// TestOldJobsAndOutcomesStillDecode: these texts stand in streams and stores of running systems.
+func TestOldJobsAndOutcomesStillDecode(t *testing.T) {
+	t.Parallel()
+	check := func(file string, into any) {
+		raw, err := os.ReadFile("testdata/" + file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := json.Unmarshal(raw, into); err != nil {
+			t.Fatalf("%s: %v", file, err)
+		}
+		again, err := json.MarshalIndent(into, "", "  ")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(strings.TrimSpace(string(raw)), string(again)); diff != "" {
+			t.Errorf("%s: %s", file, diff)
+		}
+	}
+	check("job-v1.json", &job.Job{})
+	check("outcome-v1.json", &job.Outcome{})
+}
+
+func TestAnswerText(t *testing.T) {
+	t.Parallel()
+	for body, want := range map[string]string{
+		`{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"}}]}`: "hi",
+		`{"choices":[{"index":1,"text":"no"},{"index":0,"text":"yes"}]}`:          "yes",
+		`{"choices":[{"index":0,"message":{"content":null,"tool_calls":[]}}]}`:    "",
+		`{"data":[]}`: "",
+		`<html>`:      "",
+	} {
+		if got := job.AnswerText([]byte(body)); got != want {
+			t.Errorf("%s: got %q, want %q", body, got, want)
+		}
+	}
+}
