@@ -44,7 +44,7 @@ func TestEstimateCostReadsBothLimits(t *testing.T) {
 	t.Parallel()
 	for body, want := range map[string]job.Cost{
 		`{"max_tokens":7}`: {Prompt: 4, Output: 7, Answers: 1},
-		`{"max_tokens":7,"max_completion_tokens":5,"n":3}`: {Prompt: 13, Output: 5, Answers: 3},
+		`{"max_tokens":7,"max_completion_tokens":5,"n":3}`: {Prompt: 12, Output: 5, Answers: 3},
 		`{"max_tokens":-1,"n":0}`:                          {Prompt: 6, Answers: 1},
 		`{"max_tokens":"7","n":1.5}`:                       {Prompt: 7, Answers: 1},
 		`{}`:                                               {Prompt: 1, Answers: 1},
