@@ -37,7 +37,7 @@ install() {
     if [ "$(id -u)" != 0 ]; then
       if ! have sudo || ! sudo -n true 2>/dev/null; then
         say "these tests need programs that are not here. Run:" >&2
-        say "  sudo apt-get update && sudo apt-get install -y ${packages[*]}" >&2
+        echo "  sudo apt-get update && sudo apt-get install -y ${packages[*]}" >&2
         exit 1
       fi
       sudo=(sudo -n)

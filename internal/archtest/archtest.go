@@ -23,18 +23,19 @@ var Edges = map[string][]string{
 	// The client's side of the HTTP API.
 	"internal/client": {"internal/job"},
 
-	// Decisions that a role takes in its own process.
+	// What several roles do alike.
 	"internal/admission": {"internal/job"},
+	"internal/settle":    {"internal/blob", "internal/job", "internal/queue", "internal/relay", "internal/results"},
 
 	// Roles.
 	"api": {
-		"internal/admission", "internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results",
+		"internal/admission", "internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/settle",
 	},
 	"dispatcher": {
-		"internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results",
+		"internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/settle",
 	},
 	"worker": {
-		"internal/blob", "internal/cluster", "internal/engine", "internal/job", "internal/queue", "internal/relay", "internal/results",
+		"internal/blob", "internal/cluster", "internal/engine", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/settle",
 	},
 
 	// For main alone.
@@ -42,8 +43,9 @@ var Edges = map[string][]string{
 	"internal/telemetry": {},
 
 	// Whoever puts the parts together.
-	"cmd/millrace": {Everything},
-	"bench":        {Everything},
+	"cmd/millrace":      {Everything},
+	"bench":             {Everything},
+	"internal/platform": {Everything},
 
 	// The prompts of the demo, and clients to copy from.
 	"examples":           {},
@@ -71,7 +73,7 @@ var Reserved = map[string]Reservation{
 	"github.com/redis/go-redis":                       {Importers: []string{"internal/results"}},
 	"github.com/nats-io/nats.go/jetstream":            {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "bench"}},
 	"github.com/synadia-io/orbit.go":                  {Importers: []string{"internal/queue"}},
-	"github.com/nats-io/nats.go":                      {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "internal/relay", "internal/embedded", "internal/testenv", "cmd/millrace", "bench"}, Tests: true},
+	"github.com/nats-io/nats.go":                      {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "internal/relay", "internal/embedded", "internal/testenv", "internal/platform", "cmd/millrace", "bench"}, Tests: true},
 	"github.com/nats-io/nats-server":                  {Importers: []string{"internal/embedded"}, Tests: true},
 	"github.com/alicebob/miniredis":                   {Importers: []string{"internal/embedded"}, Tests: true},
 	"github.com/labstack/echo":                        {Importers: []string{"api"}},
@@ -81,6 +83,7 @@ var Reserved = map[string]Reservation{
 	"database/sql":                                    {},
 	"github.com/millrace/millrace/internal/config":    {Importers: []string{"cmd/millrace"}},
 	"github.com/millrace/millrace/internal/telemetry": {Importers: []string{"cmd/millrace", "bench"}},
+	"github.com/millrace/millrace/internal/platform":  {Importers: []string{"cmd/millrace", "bench"}, Tests: true},
 	"github.com/millrace/millrace/internal/testenv":   {Tests: true},
 }
 
