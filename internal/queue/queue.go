@@ -1,21 +1,23 @@
-// Package queue keeps accepted jobs and their outcomes in JetStream.
 package queue
 
 import (
 	"context"
 	"errors"
-	"iter"
+	"fmt"
 	"log/slog"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/millrace/millrace/internal/job"
 )
 
 // Errors that callers branch on.
 var (
-	// ErrExists: a copy of the job already waits on that subject (10071). For a retried publish it means success.
+	// ErrExists: a copy of the job already waits on that subject (10071). For a retried publish it means success. It can be this very call's copy,
+	// where the first answer was lost and the message sent again.
 	ErrExists = errors.New("the job is already queued")
 	// ErrFull: the stream is at its limit, or the disk is full; nothing was stored.
 	ErrFull = errors.New("the queue is full")
@@ -46,11 +48,11 @@ type Lane string
 // AnyLane is pulled by every worker of the model.
 const AnyLane Lane = "any"
 
-// WorkerLane is pulled by worker w alone.
-func WorkerLane(w job.Worker) Lane { return Lane("w-" + string(w)) }
+// WorkerLane is pulled by worker w alone. A name too long for a subject is hashed in it.
+func WorkerLane(w job.Worker) Lane { return newLane("w-", string(w)) }
 
-// TenantLane is t's waiting line: the dispatcher moves jobs from it to AnyLane.
-func TenantLane(t job.Tenant) Lane { return Lane("t-" + string(t)) }
+// TenantLane is t's waiting line: the dispatcher moves jobs from it to AnyLane. A name too long for a subject is hashed in it.
+func TenantLane(t job.Tenant) Lane { return newLane("t-", string(t)) }
 
 // Config of a Queue. Zero fields get the defaults named.
 type Config struct {
@@ -63,6 +65,39 @@ type Config struct {
 	Retention time.Duration
 	// WorkAckWait and LiveAckWait: a delivery not renewed for so long goes to another worker. Defaults 15 s and 5 s.
 	WorkAckWait, LiveAckWait time.Duration
+}
+
+func (c Config) withDefaults() (Config, error) {
+	d := Config{
+		Replicas: 1, WorkMaxBytes: 8 << 30, DoneMaxBytes: 16 << 30, LiveMaxBytes: 256 << 20,
+		Retention: 7 * 24 * time.Hour, WorkAckWait: 15 * time.Second, LiveAckWait: 5 * time.Second,
+	}
+	for _, f := range []struct {
+		name    string
+		value   *int64
+		initial int64
+	}{
+		{"WorkMaxBytes", &c.WorkMaxBytes, d.WorkMaxBytes},
+		{"DoneMaxBytes", &c.DoneMaxBytes, d.DoneMaxBytes},
+		{"LiveMaxBytes", &c.LiveMaxBytes, d.LiveMaxBytes},
+		{"Retention", (*int64)(&c.Retention), int64(d.Retention)},
+		{"WorkAckWait", (*int64)(&c.WorkAckWait), int64(d.WorkAckWait)},
+		{"LiveAckWait", (*int64)(&c.LiveAckWait), int64(d.LiveAckWait)},
+	} {
+		if *f.value < 0 {
+			return c, fmt.Errorf("queue: %s is %d, must not be negative", f.name, *f.value)
+		}
+		if *f.value == 0 {
+			*f.value = f.initial
+		}
+	}
+	if c.Replicas == 0 {
+		c.Replicas = d.Replicas
+	}
+	if c.Replicas < 1 || c.Replicas > 5 {
+		return c, fmt.Errorf("queue: Replicas is %d, must be 1 to 5", c.Replicas)
+	}
+	return c, nil
 }
 
 // Message is a job with its body, as stored. Body is nil where the body is a blob.
@@ -91,152 +126,87 @@ type Record struct {
 
 // Queue is one process's access to the streams. Its methods are safe for concurrent use. All but Close take a context and return by its deadline;
 // where it has none they use 5 seconds.
-type Queue struct{ impl }
+type Queue struct {
+	nc     *nats.Conn
+	js     jetstream.JetStream
+	cfg    Config
+	log    *slog.Logger
+	commit *committer
+	models sync.Map // job.Model -> *model; as many as this process has used
 
-// Open checks the server's version, creates or migrates DONE, and starts the committer. It does not close nc.
+	stop    chan struct{} // closed by Close
+	status  chan nats.Status
+	life    context.Context
+	end     context.CancelFunc
+	running sync.WaitGroup
+	repair  chan struct{} // holds one element while the models are to be made sure of
+
+	mu      sync.Mutex
+	up      chan struct{} // closed and replaced at each reconnection
+	pullers map[*Puller]struct{}
+	closed  bool
+}
+
+// Open checks the server's version, creates or migrates DONE, and starts the committer. It does not close nc. It waits for a server that is not there yet
+// until ctx ends. What the Queue itself runs ends with Close, not with ctx.
 func Open(ctx context.Context, nc *nats.Conn, cfg Config, log *slog.Logger) (*Queue, error) {
-	panic("queue")
+	cfg, err := cfg.withDefaults()
+	if err != nil {
+		return nil, err
+	}
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return nil, fmt.Errorf("opening the queue: %w", err)
+	}
+	q := &Queue{
+		nc: nc, js: js, cfg: cfg, log: log,
+		stop: make(chan struct{}), repair: make(chan struct{}, 1),
+		up: make(chan struct{}), pullers: map[*Puller]struct{}{},
+	}
+	q.commit = &committer{q: q, js: js, lines: map[string]*line{}}
+	q.life, q.end = context.WithCancel(context.WithoutCancel(ctx)) // the repairs go on when the opening is over
+	q.status = nc.StatusChanged(nats.CONNECTED)
+	q.running.Go(q.watch)
+	q.running.Go(q.repairs)
+	if err := q.open(ctx); err != nil {
+		q.Close()
+		return nil, fmt.Errorf("opening the queue: %w", err)
+	}
+	return q, nil
 }
 
-// Close stops the committer after what it holds is stored.
-func (q *Queue) Close() { panic("queue") }
-
-// EnsureModel creates or repairs the model's two streams and their shared consumers. Cheap when all is there and known to this process.
-func (q *Queue) EnsureModel(ctx context.Context, m job.Model) error { panic("queue") }
-
-// Models lists the models that have a WORK stream, by their real names (kept in the streams' metadata).
-func (q *Queue) Models(ctx context.Context) ([]job.Model, error) { panic("queue") }
-
-// Enqueue stores m in lane and returns once it is synced (WORK) or in memory (LIVE). Errors: ErrExists, ErrFull, ErrRefused, ErrUnavailable.
-// A model's missing streams are created first.
-func (q *Queue) Enqueue(ctx context.Context, kind Kind, lane Lane, m *Message) error { panic("queue") }
-
-// Settle writes the job's outcome to DONE and returns once it is synced. The first outcome wins: if another is stored, Settle returns it and ErrSettled
-// (with the same Token: a repeat of our own write, returned with a nil error). group is j.Group.
-func (q *Queue) Settle(ctx context.Context, r *Record) (*Record, error) { panic("queue") }
-
-// Outcome reads the outcome of a job of tenant in group (job.NoGroup, or a batch), with its answer. A miss of a direct read is confirmed by the leader. ErrNotFound, ErrUnavailable.
-func (q *Queue) Outcome(ctx context.Context, t job.Tenant, group string, id job.ID) (*Record, error) {
-	panic("queue")
+func (q *Queue) open(ctx context.Context) error {
+	ctx, cancel := bound(ctx)
+	defer cancel()
+	if err := q.waitConnected(ctx); err != nil {
+		return err
+	}
+	if err := checkServer(q.nc, q.log); err != nil {
+		return err
+	}
+	return q.ensureStream(ctx, q.doneConfig())
 }
 
-// FindOutcome is Outcome without a known tenant and group.
-func (q *Queue) FindOutcome(ctx context.Context, id job.ID) (*Record, error) { panic("queue") }
-
-// Find looks for the job's message in a WORK stream: in model's if it is not "", else in all. The leader answers. Several copies: the one in AnyLane.
-func (q *Queue) Find(ctx context.Context, m job.Model, id job.ID) (*Stored, error) { panic("queue") }
-
-// Erase replaces the outcome of an ended job by a tombstone without body, metadata and error text, keeping state, times and usage.
-func (q *Queue) Erase(ctx context.Context, t job.Tenant, group string, id job.ID) error {
-	panic("queue")
+// Close stops the committer after what it holds is stored. Pullers are to be closed before.
+func (q *Queue) Close() {
+	q.mu.Lock()
+	if q.closed {
+		q.mu.Unlock()
+		return
+	}
+	q.closed = true
+	q.mu.Unlock()
+	q.commit.close()
+	close(q.stop)
+	q.end()
+	q.nc.RemoveStatusListener(q.status)
+	q.running.Wait()
 }
 
-// Remove deletes every copy of the job's message from the model's stream of that kind; none is no error.
-func (q *Queue) Remove(ctx context.Context, kind Kind, m job.Model, id job.ID) error { panic("queue") }
-
-// Waiting yields the messages of one lane ("" = every lane) of a model's stream in stream order, headers only (Body nil) unless bodies. It includes delivered, unacknowledged ones.
-func (q *Queue) Waiting(ctx context.Context, kind Kind, m job.Model, lane Lane, bodies bool) iter.Seq2[*Stored, error] {
-	panic("queue")
-}
-
-// Outcomes yields DONE's records from sequence seq on, headers only.
-func (q *Queue) Outcomes(ctx context.Context, seq uint64) iter.Seq2[*Record, error] { panic("queue") }
-
-// Present returns the ids of the jobs that have a message in the model's WORK stream, by one listing of its subjects, with each one's lane.
-func (q *Queue) Present(ctx context.Context, m job.Model) (map[job.ID]Lane, error) { panic("queue") }
-
-// Move publishes s again in lane `to` of its own stream, then deletes the old sequence: at no moment is the job without a copy. ErrExists from the
-// publish counts as published. Any other failure leaves the old copy.
-func (q *Queue) Move(ctx context.Context, s *Stored, to Lane) error { panic("queue") }
-
-// Depth counts what one stream holds.
-type Depth struct {
-	// Waiting and Delivered (unacknowledged) messages in AnyLane by class.
-	Waiting, Delivered map[job.Class]int
-	// WorkerLanes and TenantLanes count the messages in such lanes, by lane. For worker lanes delivered ones are included.
-	WorkerLanes, TenantLanes map[Lane]int
-	// Bytes held and the stream's limit.
-	Bytes, MaxBytes int64
-}
-
-// Depth reads the counts of a model's stream.
-func (q *Queue) Depth(ctx context.Context, kind Kind, m job.Model) (Depth, error) { panic("queue") }
-
-// Healthy returns nil if JetStream answers and DONE can be read.
-func (q *Queue) Healthy(ctx context.Context) error { panic("queue") }
-
-// DoneFill is the share of DONE's limit in use, 0..1.
-func (q *Queue) DoneFill(ctx context.Context) (float64, error) { panic("queue") }
-
-// NakSubject hands back the delivery that has this ack subject, after delay: for another process's deliveries, when that process is dead.
-func (q *Queue) NakSubject(ctx context.Context, ackSubject string, delay time.Duration) error {
-	panic("queue")
-}
-
-// DeleteLane deletes the consumers of a worker that is gone, and moves nothing.
-func (q *Queue) DeleteLane(ctx context.Context, m job.Model, w job.Worker) error { panic("queue") }
-
-// PullerConfig says what a Puller pulls: class's AnyLane, or, if Worker is set, that worker's own lane with all classes.
-type PullerConfig struct {
-	Kind   Kind
-	Model  job.Model
-	Class  job.Class
-	Worker job.Worker
-}
-
-// Puller pulls from one consumer. One Pull may be outstanding at a time. The reply inbox lives as long as the Puller, so nothing delivered late is lost.
-type Puller struct{ pullerImpl }
-
-// Puller creates the consumer if needed.
-func (q *Queue) Puller(ctx context.Context, cfg PullerConfig) (*Puller, error) { panic("queue") }
-
-// PullRequest is one pull.
-type PullRequest struct {
-	// Batch is how many deliveries are wanted at most, at least 1.
-	Batch int
-	// Expires ends the pull at the server.
-	Expires time.Duration
-	// Level is the pull's priority, 0..9, the lowest served first. Ignored for a worker's own lane.
-	Level int
-}
-
-// Pull sends one request and returns a channel of its deliveries that is closed when the request has ended: all delivered, expired, or refused. A lost
-// stream or consumer is created again and a lost connection waited for before the channel closes, so that a caller may simply pull again.
-// ctx ending does not end the request: the channel must be drained until closed, which happens at most a second after Expires.
-func (p *Puller) Pull(ctx context.Context, r PullRequest) (<-chan *Delivery, error) { panic("queue") }
-
-// Close unsubscribes; call it once the last Pull's channel is closed.
-func (p *Puller) Close() { panic("queue") }
-
-// Delivery is one message handed to this process. Exactly one of Ack and Nak ends it.
-type Delivery struct {
-	Stored
-	// Delivered counts deliveries of this message, from 1.
-	Delivered int
-	// AckSubject lets another process hand the delivery back (NakSubject).
-	AckSubject string
-	AckWait    time.Duration
-
-	deliveryImpl
-}
-
-// Ack removes the message from the stream. It does not wait for the server.
-func (d *Delivery) Ack() error { panic("queue") }
-
-// Nak hands the message back; it is delivered again after delay.
-func (d *Delivery) Nak(delay time.Duration) error { panic("queue") }
-
-// InProgress restarts AckWait.
-func (d *Delivery) InProgress() error { panic("queue") }
-
-type (
-	impl         struct{}
-	pullerImpl   struct{}
-	deliveryImpl struct{}
-)
-
-// Connect opens a connection as every Millrace process needs it: it reconnects for ever, buffers no publishes while cut off (a buffered one would be delivered long after it was reported failed), and
-// notices a dead server within seconds. server is an in-process server, or nil to dial url. name shows in the server's listings.
-func Connect(url, name string, server nats.InProcessConnProvider, log *slog.Logger) (*nats.Conn, error) {
-	panic("queue")
+// outward turns what only this package knows into what callers know.
+func outward(err error) error {
+	if errors.Is(err, errNoStream) || errors.Is(err, errPending) {
+		return fmt.Errorf("%w: %w", ErrUnavailable, err)
+	}
+	return err
 }
