@@ -1,160 +1,270 @@
-// Package cluster tells who is alive, who leads, and which models are known.
 package cluster
 
 import (
 	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
 	"log/slog"
+	"sync"
 	"time"
 
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nats.go/jetstream"
 
 	"github.com/millrace/millrace/internal/job"
 )
 
-// Role of a process.
-type Role string
-
-// The roles that send heartbeats.
+// The subjects of core NATS: each member's heartbeats under beatSubject, and the question to all who they are.
 const (
-	RoleAPI        Role = "api"
-	RoleWorker     Role = "worker"
-	RoleDispatcher Role = "dispatcher"
+	beatSubject  = "millrace.beat."
+	helloSubject = "millrace.hello"
 )
 
-// WorkerState is what a worker's heartbeat says of it.
-type WorkerState string
-
-// The states of a worker.
-const (
-	Starting WorkerState = "starting" // its engine has not yet completed a probe
-	Ready    WorkerState = "ready"
-	Draining WorkerState = "draining"
-	Stalled  WorkerState = "stalled" // its engine accepted work and makes no progress
-	Unready  WorkerState = "unready" // its engine was ready and fails its probe now
-)
-
-// Heartbeat is what a process says of itself each second. Its JSON is shared by versions that run side by side: fields are only added.
-type Heartbeat struct {
-	ID      string      `json:"id"` // job.Worker or job.API
-	Role    Role        `json:"role"`
-	Version string      `json:"version,omitempty"`
-	Host    string      `json:"host,omitempty"`
-	Started int64       `json:"started"` // unix ms
-	Epoch   string      `json:"process"` // one per process: roles of one process share it
-	Worker  *WorkerInfo `json:"worker,omitempty"`
-	Leader  bool        `json:"leader,omitempty"`
-	// Queues is what the leading dispatcher last saw of each model.
-	Queues []QueueInfo `json:"queues,omitempty"`
-}
-
-// WorkerInfo is the worker's part of a heartbeat.
-type WorkerInfo struct {
-	Name     string      `json:"name"`
-	State    WorkerState `json:"state"`
-	Reason   string      `json:"reason,omitempty"`
-	Models   []job.Model `json:"models"`
-	Engine   string      `json:"engine"` // kind
-	Capacity job.Tokens  `json:"kv_capacity"`
-	Free     job.Tokens  `json:"kv_free"`
-	// Source of Capacity: "engine" or "estimated".
-	Source string `json:"capacity_source"`
-	// Largest is the longest request in tokens that fits: the smaller of the context length and one rank's capacity.
-	Largest         job.Tokens `json:"largest"`
-	Level           int        `json:"level"`
-	Running         int        `json:"running"`
-	InHand          int        `json:"in_hand"`
-	TokensPerSecond float64    `json:"tokens_per_second"`
-	Completed       int64      `json:"completed"`
-	Failed          int64      `json:"failed"`
-}
-
-// QueueInfo is one model's queue as the dispatcher sees it.
-type QueueInfo struct {
-	Model job.Model `json:"model"`
-	// Waiting jobs in the lane `any` of WORK and LIVE together by class; WaitingLines counts each tenant's waiting line; Running the delivered ones.
-	Waiting      map[job.Class]int  `json:"waiting"`
-	WaitingLines map[job.Tenant]int `json:"waiting_lines,omitempty"`
-	Running      int                `json:"running"`
-	// WorkFill is the share of the WORK stream's limit in use, 0..1.
-	WorkFill float64 `json:"work_fill"`
-}
-
-// Member is a process and when it was last heard.
-type Member struct {
-	Heartbeat
-	// Heard is when the last heartbeat arrived, by this process's monotonic clock.
-	Heard time.Time
-}
-
-// Cluster is one process's view. Safe for concurrent use.
-type Cluster struct{ impl }
+// timeout bounds a call of NATS for which the caller gave no deadline.
+const timeout = 5 * time.Second
 
 // Config of a Cluster.
 type Config struct {
 	// Replicas of the KV buckets. Default 1.
 	Replicas int
-	// Beat is the heartbeat's period, Silence after how long without one a process counts as dead. Defaults 1 s and 3 s.
+	// Beat is the heartbeat's period, Silence after how long without one a process counts as dead: at least three beats. Defaults 1 s and 3 s.
+	// Where a fault may be everybody's, ten beats more pass.
 	Beat, Silence time.Duration
 }
 
-// Open subscribes to heartbeats, asks all members to say who they are at once, and opens the KV buckets.
+func (c Config) withDefaults() (Config, error) {
+	if c.Replicas == 0 {
+		c.Replicas = 1
+	}
+	if c.Beat == 0 {
+		c.Beat = time.Second
+	}
+	if c.Silence == 0 {
+		c.Silence = 3 * c.Beat
+	}
+	switch {
+	case c.Replicas < 1 || c.Replicas > 5:
+		return c, fmt.Errorf("cluster: replicas is %d: use 1 to 5", c.Replicas)
+	case c.Beat < 10*time.Millisecond:
+		return c, fmt.Errorf("cluster: beat is %s: use at least 10ms", c.Beat)
+	case c.Silence < 3*c.Beat:
+		return c, fmt.Errorf("cluster: silence is %s: use at least three times the beat of %s", c.Silence, c.Beat)
+	}
+	return c, nil
+}
+
+// Cluster is one process's view. Safe for concurrent use.
+type Cluster struct {
+	nc   *nats.Conn
+	js   jetstream.JetStream
+	cfg  Config
+	log  *slog.Logger
+	subs []*nats.Subscription
+
+	inbox  string // where members answer this process's hello
+	opened time.Time
+	stop   context.CancelFunc
+	closed <-chan struct{}
+	wg     sync.WaitGroup
+	// reload tells the follower of the known models to begin anew.
+	reload chan struct{}
+
+	mu         sync.Mutex // guards what follows
+	registry   *registry
+	observed   time.Time     // when the tick looked last
+	reconnects uint64        // as the connection counted them then
+	changed    chan struct{} // closed, and another put in its place, when somebody went
+	announcers map[*announcer]struct{}
+	models     map[job.Model]KnownModel // what the bucket holds
+}
+
+// Open subscribes to heartbeats, asks all members to say who they are at once, and opens the KV buckets. An existing bucket's settings are changed to ours; where that
+// is impossible the error names the difference.
 func Open(ctx context.Context, nc *nats.Conn, cfg Config, log *slog.Logger) (*Cluster, error) {
-	panic("cluster")
+	cfg, err := cfg.withDefaults()
+	if err != nil {
+		return nil, err
+	}
+	js, err := jetstream.New(nc)
+	if err != nil {
+		return nil, fmt.Errorf("cluster: opening JetStream: %w", err)
+	}
+	start, cancel := withTimeout(ctx, timeout)
+	defer cancel()
+
+	now := time.Now()
+	run, stop := context.WithCancel(context.WithoutCancel(ctx)) // lives until Close
+	c := &Cluster{
+		nc: nc, js: js, cfg: cfg, log: log, inbox: nc.NewInbox(), opened: now, stop: stop, closed: run.Done(), reload: make(chan struct{}, 1),
+		registry: newRegistry(rules{beat: cfg.Beat, silence: cfg.Silence, grace: graceBeats * cfg.Beat}, now),
+		observed: now, reconnects: nc.Stats().Reconnects, changed: make(chan struct{}), announcers: make(map[*announcer]struct{}),
+		models: make(map[job.Model]KnownModel),
+	}
+	if err := c.start(start, run); err != nil {
+		c.Close()
+		return nil, err
+	}
+	return c, nil
 }
 
-// Close unsubscribes.
-func (c *Cluster) Close() { panic("cluster") }
-
-// Announce sends beat() each Beat, at once when asked or when Nudge is called, until ctx ends; then one farewell, after which nobody waits for its silence.
-func (c *Cluster) Announce(ctx context.Context, beat func() Heartbeat) error { panic("cluster") }
-
-// Nudge makes this process's announcers beat now.
-func (c *Cluster) Nudge() { panic("cluster") }
-
-// Members lists who is alive: heard within Silence. Workers lists the live workers of m ("" = all).
-func (c *Cluster) Members() []Member            { panic("cluster") }
-func (c *Cluster) Workers(m job.Model) []Member { panic("cluster") }
-
-// Alive tells whether the member id was heard within Silence. While this process is cut off from NATS, and for Silence after it is back or was opened, everybody counts as alive, unless it said farewell.
-func (c *Cluster) Alive(id string) bool { panic("cluster") }
-
-// Death is a member that fell silent or said farewell.
-type Death struct {
-	Heartbeat
-	// Farewell: it said so. Charged: heartbeats of other processes kept arriving meanwhile, so that the fault was its own.
-	Farewell, Charged bool
+func (c *Cluster) start(ctx, run context.Context) error {
+	for _, s := range []struct {
+		subject string
+		handle  nats.MsgHandler
+	}{{beatSubject + ">", c.heard}, {c.inbox, c.heard}, {helloSubject, c.asked}} {
+		sub, err := c.nc.Subscribe(s.subject, s.handle)
+		if err != nil {
+			return fmt.Errorf("cluster: subscribing to %s: %w", s.subject, err)
+		}
+		c.subs = append(c.subs, sub)
+	}
+	c.hello()
+	if _, err := c.openLeases(ctx); err != nil {
+		return err
+	}
+	if _, err := c.openModels(ctx); err != nil {
+		return err
+	}
+	first := make(chan struct{})
+	c.wg.Go(func() { c.followModels(run, first) })
+	c.wg.Go(func() { c.tick(run) })
+	select {
+	case <-first:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("cluster: reading the known models: %w", ctx.Err())
+	}
 }
 
-// Deaths returns a channel of deaths as they are found, until ctx ends. Silence counts from the latest of: last heartbeat heard, this process's own (re)connection, the call of Deaths.
-// While cut off nobody dies; if all fall silent at once, 10 s more pass first.
-func (c *Cluster) Deaths(ctx context.Context) <-chan Death { panic("cluster") }
-
-// SilentSince tells for an id that may never have been heard whether it counts as dead, `since` being when the observer began to watch (its election).
-func (c *Cluster) SilentSince(id string, since time.Time) bool { panic("cluster") }
-
-// Lead calls fn whenever this process holds the lease `name`, with a context that ends when the lease can no longer be trusted: 2 s after the start of its last successful renewal, by the monotonic
-// clock. epoch rises from leader to leader. When ctx ends fn's context ends, fn is waited for, and the lease is released. It returns when ctx ends.
-func (c *Cluster) Lead(ctx context.Context, name string, fn func(ctx context.Context, epoch uint64)) error {
-	panic("cluster")
+// Close unsubscribes, and ends the channels of Deaths.
+func (c *Cluster) Close() {
+	c.stop()
+	for _, s := range c.subs {
+		_ = s.Unsubscribe() // fails only on a connection that is closed, which ended it
+	}
+	c.wg.Wait()
 }
 
-// KnownModel is what is remembered of a model for 24 h after a worker last served it.
-type KnownModel struct {
-	Model job.Model `json:"model"`
-	// Largest is the longest request in tokens that fits its largest worker.
-	Largest job.Tokens `json:"largest"`
-	// Seen is when a worker last said that it serves it, unix ms.
-	Seen   int64  `json:"seen"`
-	Engine string `json:"engine,omitempty"`
+// tick looks after the connection and judges who is dead, until ctx ends.
+func (c *Cluster) tick(ctx context.Context) {
+	ticker := time.NewTicker(c.cfg.Beat / 10)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticker.C:
+		}
+		// The status is read before the count: if it says connected, a cut that came in between shows in the count.
+		connected, reconnects := c.nc.IsConnected(), c.nc.Stats().Reconnects
+		now := time.Now()
+		c.mu.Lock()
+		back := connected && (reconnects != c.reconnects || !c.registry.connected)
+		// A tick that comes this late means that the process or its machine stood still, and with it everything that it should have heard.
+		stood := now.Sub(c.observed) > (c.cfg.Silence-c.cfg.Beat)/2
+		c.observed = now
+		if connected {
+			c.reconnects = reconnects
+		}
+		c.registry.link(now, connected, back || stood)
+		if c.registry.judge(now) {
+			c.wakeWatchers()
+		}
+		c.mu.Unlock()
+		if back {
+			c.hello()
+			c.Nudge()
+			signal(c.reload)
+		}
+	}
 }
 
-// Remember stores that the model is served now. Call it when a worker becomes ready and then about once a minute.
-func (c *Cluster) Remember(ctx context.Context, m KnownModel) error { panic("cluster") }
+// wakeWatchers tells the watchers of deaths that somebody went. c.mu is held.
+func (c *Cluster) wakeWatchers() {
+	close(c.changed)
+	c.changed = make(chan struct{})
+}
 
-// Known lists what is remembered and what live workers serve, Largest the largest of both, by name. The KV bucket is watched, so this does no I/O.
-func (c *Cluster) Known() []KnownModel { panic("cluster") }
+// hello asks all members to answer this process at once. If the message is lost they are heard within a beat.
+func (c *Cluster) hello() { _ = c.nc.PublishRequest(helloSubject, c.inbox, nil) }
+
+// heard takes a heartbeat in.
+func (c *Cluster) heard(m *nats.Msg) {
+	var b beatMessage
+	if err := json.Unmarshal(m.Data, &b); err != nil || b.ID == "" {
+		c.log.Debug("heartbeat that cannot be read", "subject", m.Subject, "err", err)
+		return
+	}
+	if b.Epoch == "" {
+		b.Epoch = b.ID
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.registry.hear(time.Now(), b) {
+		c.wakeWatchers()
+	}
+}
 
 // Connected tells whether NATS is connected now, and since when.
-func (c *Cluster) Connected() (bool, time.Time) { panic("cluster") }
+func (c *Cluster) Connected() (bool, time.Time) {
+	connected := c.nc.IsConnected()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return connected, c.registry.since
+}
 
-type impl struct{}
+// Members lists who is alive, by id; Workers the live workers that serve m ("" = all), whatever their state.
+func (c *Cluster) Members() []Member {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.registry.alive()
+}
+
+// Workers lists the live workers that serve m ("" = all), whatever their state, by id.
+func (c *Cluster) Workers(m job.Model) []Member {
+	var list []Member
+	for _, member := range c.Members() {
+		if serves(member, m) {
+			list = append(list, member)
+		}
+	}
+	return list
+}
+
+func serves(m Member, model job.Model) bool {
+	if m.Role != RoleWorker || m.Worker == nil {
+		return false
+	}
+	if model == "" {
+		return true
+	}
+	for _, served := range m.Worker.Models {
+		if served == model {
+			return true
+		}
+	}
+	return false
+}
+
+// withTimeout gives ctx a deadline if it has none.
+func withTimeout(ctx context.Context, d time.Duration) (context.Context, context.CancelFunc) {
+	if _, ok := ctx.Deadline(); ok {
+		return context.WithCancel(ctx)
+	}
+	return context.WithTimeout(ctx, d)
+}
+
+// signal puts a value into ch, which holds one, unless one is there.
+func signal(ch chan struct{}) {
+	select {
+	case ch <- struct{}{}:
+	default:
+	}
+}
+
+// token makes one subject or key token of any name.
+func token(name string) string { return base64.RawURLEncoding.EncodeToString([]byte(name)) }
+
+var errNoID = errors.New("cluster: a heartbeat needs an id and a role")

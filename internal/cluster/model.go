@@ -1,0 +1,219 @@
+package cluster
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/nats-io/nats.go/jetstream"
+
+	"github.com/millrace/millrace/internal/job"
+)
+
+const (
+	// rememberFor is how long a model is known after it was last served.
+	rememberFor = 24 * time.Hour
+	// rereadEvery is how often the bucket is read anew while it is followed: that drops what it forgot, and bounds how long a follower is blind that lost the bucket unnoticed.
+	rereadEvery = time.Minute
+)
+
+// KnownModel is what is remembered of a model for 24 h after a worker last served it.
+type KnownModel struct {
+	Model job.Model `json:"model"`
+	// Largest is the longest request in tokens that fits its largest worker.
+	Largest job.Tokens `json:"largest"`
+	// Seen is when a worker last said that it serves it, unix ms.
+	Seen   int64  `json:"seen"`
+	Engine string `json:"engine,omitempty"`
+}
+
+// modelEntry is a KnownModel as stored.
+type modelEntry struct {
+	KnownModel
+	// LargestSeen is when a worker last said that it takes Largest, unix ms.
+	LargestSeen int64 `json:"largest_seen"`
+}
+
+// merge is what is remembered once m has been heard, given what was remembered before: the largest worker of the last 24 h counts, whichever spoke last.
+func (e modelEntry) merge(m KnownModel) modelEntry {
+	merged := modelEntry{KnownModel: m, LargestSeen: m.Seen}
+	if e.Largest > m.Largest && m.Seen-e.LargestSeen < rememberFor.Milliseconds() {
+		merged.Largest, merged.LargestSeen = e.Largest, e.LargestSeen
+	}
+	merged.Seen = max(e.Seen, m.Seen)
+	return merged
+}
+
+func (c *Cluster) modelBucket() bucket {
+	return bucket{name: "models", ttl: rememberFor, replicas: c.cfg.Replicas, direct: true}
+}
+
+func (c *Cluster) openModels(ctx context.Context) (jetstream.KeyValue, error) {
+	return c.modelBucket().open(ctx, c.js)
+}
+
+// Remember stores that the model is served now. Call it when a worker becomes ready and then about once a minute.
+func (c *Cluster) Remember(ctx context.Context, m KnownModel) error {
+	if m.Seen == 0 {
+		m.Seen = time.Now().UnixMilli()
+	}
+	ctx, cancel := withTimeout(ctx, timeout)
+	defer cancel()
+	var err error
+	for range 5 { // other workers of the model may write at the same time
+		if err = c.remember(ctx, m); !errors.Is(err, jetstream.ErrKeyExists) && !errors.Is(err, jetstream.ErrKeyRevisionMismatch) {
+			break
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("remembering the model %s: %w", m.Model, err)
+	}
+	return nil
+}
+
+func (c *Cluster) remember(ctx context.Context, m KnownModel) error {
+	kv, err := c.openModels(ctx) // makes it again if it was lost
+	if err != nil {
+		return err
+	}
+	key := token(string(m.Model))
+	entry, err := kv.Get(ctx, key)
+	if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
+		return err
+	}
+	var old modelEntry
+	if err == nil {
+		// What cannot be read is not worth keeping.
+		_ = json.Unmarshal(entry.Value(), &old)
+	}
+	data, failed := json.Marshal(old.merge(m))
+	if failed != nil {
+		return failed
+	}
+	if err != nil {
+		_, err = kv.Create(ctx, key, data)
+	} else {
+		_, err = kv.Update(ctx, key, data, entry.Revision())
+	}
+	return err
+}
+
+// Known lists what is remembered and what live workers serve, Largest the largest of both, by name. The KV bucket is watched, so this does no I/O.
+func (c *Cluster) Known() []KnownModel {
+	now := time.Now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	known := make(map[job.Model]KnownModel, len(c.models))
+	for name, m := range c.models {
+		if now.Sub(time.UnixMilli(m.Seen)) < rememberFor {
+			known[name] = m
+		}
+	}
+	for _, member := range c.registry.alive() {
+		if !serves(member, "") {
+			continue
+		}
+		// By the wall clock, as Seen is.
+		seen := now.Add(-now.Sub(member.Heard)).UnixMilli()
+		for _, name := range member.Worker.Models {
+			m := known[name]
+			known[name] = KnownModel{
+				Model: name, Largest: max(m.Largest, member.Worker.Largest), Seen: max(m.Seen, seen), Engine: cmp.Or(member.Worker.Engine, m.Engine),
+			}
+		}
+	}
+	list := make([]KnownModel, 0, len(known))
+	for _, m := range known {
+		list = append(list, m)
+	}
+	slices.SortFunc(list, func(a, b KnownModel) int { return cmp.Compare(a.Model, b.Model) })
+	return list
+}
+
+// followModels keeps c.models as the bucket has it, until ctx ends. It closes first once it was read for the first time.
+func (c *Cluster) followModels(ctx context.Context, first chan<- struct{}) {
+	failing := false
+	for ctx.Err() == nil {
+		err := c.followOnce(ctx, func() {
+			failing = false
+			if first != nil {
+				close(first)
+				first = nil
+			}
+		})
+		if err == nil {
+			continue
+		}
+		// What was known stays known. NATS may be away, or the bucket lost; once is enough to tell.
+		if ctx.Err() == nil && !failing {
+			c.log.Warn("known models cannot be followed", "err", err)
+		}
+		failing = true
+		select {
+		case <-time.After(time.Second):
+		case <-c.reload:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// followOnce reads the bucket, calls read, and follows what changes until it is time to read it anew.
+func (c *Cluster) followOnce(ctx context.Context, read func()) error {
+	// The watch lives as long as its context, so that has no deadline: it is cancelled unless all was read in time.
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	late := time.AfterFunc(timeout, cancel)
+	defer late.Stop()
+	kv, err := c.openModels(ctx)
+	if err != nil {
+		return err
+	}
+	watch, err := kv.WatchAll(ctx)
+	if err != nil {
+		return fmt.Errorf("watching the bucket %s: %w", kv.Bucket(), err)
+	}
+	defer func() {
+		_ = watch.Stop() // fails only if it has ended by itself
+		for range watch.Updates() {
+			// Its callback may be waiting to hand an update over, and would hold the watch open.
+		}
+	}()
+	again := time.NewTimer(rereadEvery)
+	defer again.Stop()
+	models := make(map[job.Model]KnownModel)
+	for {
+		select {
+		case <-again.C:
+			return nil
+		case <-c.reload:
+			return nil
+		case entry, ok := <-watch.Updates():
+			switch {
+			case !ok:
+				return fmt.Errorf("watching the bucket %s: it ended", kv.Bucket())
+			case entry == nil:
+				late.Stop()
+				c.mu.Lock()
+				c.models = models
+				c.mu.Unlock()
+				read()
+			default:
+				c.mu.Lock()
+				apply(models, entry)
+				c.mu.Unlock()
+			}
+		}
+	}
+}
+
+// apply puts an entry of the bucket into models.
+func apply(models map[job.Model]KnownModel, entry jetstream.KeyValueEntry) {
+	var e modelEntry
+	if entry.Operation() == jetstream.KeyValuePut && json.Unmarshal(entry.Value(), &e) == nil {
+		models[e.Model] = e.KnownModel
+	}
+}
