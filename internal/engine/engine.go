@@ -1,14 +1,15 @@
-// Package engine speaks to inference engines over HTTP.
 package engine
 
 import (
 	"context"
 	"errors"
-	"io"
-	"iter"
+	"fmt"
 	"log/slog"
 	"net/http"
-	"time"
+	"net/url"
+	"strings"
+	"sync"
+	"sync/atomic"
 
 	"github.com/millrace/millrace/internal/job"
 )
@@ -35,27 +36,140 @@ const (
 
 // Config of an Engine. Zero fields get the defaults named.
 type Config struct {
-	// URL is the engine's base, without /v1.
+	// URL is the engine's base, without /v1 (which is cut off where it stands).
 	URL string
 	// Kind overrides the detection.
 	Kind Kind
 	// APIKey is sent to the engine as a bearer token if set.
 	APIKey string
-	// KVTokens is the capacity in tokens for engines that do not tell. Default 32,768. MaxConcurrency bounds running requests for such engines. Default 8.
+	// KVTokens is the capacity in tokens for engines that do not tell. Default 32,768. MaxConcurrency bounds running requests for such engines; for Ollama it is
+	// the engine's OLLAMA_NUM_PARALLEL. Default 8.
 	KVTokens       job.Tokens
 	MaxConcurrency int
 	// MaxEvent bounds one SSE event, MaxAnswer a whole answer, in bytes. Default 32 MiB each.
 	MaxEvent, MaxAnswer int64
 }
 
+// defaults stand for the zero fields of a Config.
+var defaults = Config{
+	KVTokens:       32_768,
+	MaxConcurrency: 8,
+	MaxEvent:       32 << 20,
+	MaxAnswer:      32 << 20,
+}
+
 // Engine is a client of one engine. Safe for concurrent use.
-type Engine struct{ impl }
+type Engine struct {
+	cfg  Config
+	base string // scheme, host and path prefix, without a slash at the end
+	http *http.Client
+	log  *slog.Logger
+
+	kind       atomic.Pointer[Kind]
+	slotLength atomic.Int64 // Ollama: the context length last seen, which it tells only while a model is loaded
+	sayOnce    sync.Once    // that the load is estimated
+}
 
 // New validates cfg and connects to nothing.
-func New(cfg Config, log *slog.Logger) (*Engine, error) { panic("engine") }
+func New(cfg Config, log *slog.Logger) (*Engine, error) {
+	u, err := url.Parse(cfg.URL)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("reading the engine's URL: %w", err)
+	case u.Scheme != "http" && u.Scheme != "https", u.Host == "":
+		return nil, fmt.Errorf("engine URL %q: want http://HOST:PORT or https://HOST", u.Redacted())
+	case u.RawQuery != "" || u.Fragment != "":
+		return nil, fmt.Errorf("engine URL %q: a query or fragment cannot be kept", u.Redacted())
+	}
+	switch cfg.Kind {
+	case "", VLLM, Ollama, Generic:
+	default:
+		return nil, fmt.Errorf("engine kind %q: want %s, %s or %s", cfg.Kind, VLLM, Ollama, Generic)
+	}
+	for _, f := range []struct {
+		name  string
+		value int64
+	}{
+		{"KVTokens", int64(cfg.KVTokens)},
+		{"MaxConcurrency", int64(cfg.MaxConcurrency)},
+		{"MaxEvent", cfg.MaxEvent},
+		{"MaxAnswer", cfg.MaxAnswer},
+	} {
+		if f.value < 0 {
+			return nil, fmt.Errorf("engine %s is %d: want 0 for the default, or more", f.name, f.value)
+		}
+	}
+	if cfg.KVTokens == 0 {
+		cfg.KVTokens = defaults.KVTokens
+	}
+	if cfg.MaxConcurrency == 0 {
+		cfg.MaxConcurrency = defaults.MaxConcurrency
+	}
+	if cfg.MaxEvent == 0 {
+		cfg.MaxEvent = defaults.MaxEvent
+	}
+	if cfg.MaxAnswer == 0 {
+		cfg.MaxAnswer = defaults.MaxAnswer
+	}
+	e := &Engine{
+		cfg:  cfg,
+		base: strings.TrimSuffix(strings.TrimRight(u.String(), "/"), "/v1"),
+		http: newHTTPClient(),
+		log:  log,
+	}
+	if cfg.Kind != "" {
+		e.kind.Store(&cfg.Kind)
+	}
+	return e, nil
+}
 
-// Detect asks the engine what it is, unless Kind was configured. Call it until it succeeds.
-func (e *Engine) Detect(ctx context.Context) (Kind, error) { panic("engine") }
+// Close lets go of idle connections. Calls that run are not touched.
+func (e *Engine) Close() { e.http.CloseIdleConnections() }
+
+// Detect asks the engine what it is, unless Kind was configured. Call it until it succeeds: an engine that is still starting is an error, not a guess.
+func (e *Engine) Detect(ctx context.Context) (Kind, error) {
+	if k := e.kind.Load(); k != nil {
+		return *k, nil
+	}
+	kind, err := e.detect(ctx)
+	if err != nil {
+		return "", fmt.Errorf("detecting the engine: %w", err)
+	}
+	e.kind.CompareAndSwap(nil, &kind)
+	return *e.kind.Load(), nil
+}
+
+func (e *Engine) detect(ctx context.Context) (Kind, error) {
+	// The metrics are asked first: they alone prove that the capacity can be read the way vLLM tells it. Its emulators and forks share the names, not always /version.
+	page, err := e.get(ctx, "/metrics")
+	switch {
+	case err == nil:
+		families, err := parseMetrics(page)
+		if err == nil && hasVLLM(families) {
+			return VLLM, nil
+		}
+	case !absent(err):
+		return "", err
+	}
+	var version struct {
+		Version string `json:"version"`
+	}
+	switch err := e.getJSON(ctx, "/api/version", &version); {
+	case err == nil && version.Version != "":
+		return Ollama, nil
+	case err != nil && !absent(err):
+		return "", err
+	}
+	models, err := e.listModels(ctx)
+	if err != nil {
+		return "", err
+	}
+	// A vLLM that was told to keep no statistics has a version and names itself as its models' owner.
+	if err := e.getJSON(ctx, "/version", &version); err == nil && version.Version != "" && len(models) > 0 && models[0].OwnedBy == "vllm" {
+		return VLLM, nil
+	}
+	return Generic, nil
+}
 
 // ModelInfo is a served model.
 type ModelInfo struct {
@@ -64,125 +178,50 @@ type ModelInfo struct {
 	ContextLength job.Tokens
 }
 
-// Models lists what the engine serves.
-func (e *Engine) Models(ctx context.Context) ([]ModelInfo, error) { panic("engine") }
-
-// Load is what the engine says about itself now.
-type Load struct {
-	Running, Waiting int
-	// Ranks is each data-parallel rank's KV cache. Empty if the engine does not tell.
-	Ranks []Rank
-	// MaxRunning is the engine's limit on running sequences, 0 if unknown.
-	MaxRunning int
-	// Preemptions and GeneratedTokens are counters since the engine's start; -1 if unknown.
-	Preemptions, GeneratedTokens int64
-	// Source is "engine" if Ranks came from the engine, else "estimated" (from Config).
-	Source string
+// listedModel is one entry of /v1/models. MaxModelLen is vLLM's and SGLang's name for the context length; others who tell call it ContextLength.
+type listedModel struct {
+	ID            string     `json:"id"`
+	OwnedBy       string     `json:"owned_by"`
+	MaxModelLen   job.Tokens `json:"max_model_len"`
+	ContextLength job.Tokens `json:"context_length"`
 }
 
-// Rank is one data-parallel rank's KV cache in tokens.
-type Rank struct{ Capacity, Used job.Tokens }
-
-// Capacity sums the ranks; LargestRank is the largest one's capacity.
-func (l Load) Capacity() job.Tokens {
-	var n job.Tokens
-	for _, r := range l.Ranks {
-		n += r.Capacity
+// Models lists what the engine serves. Ollama lists NAME:latest for what everybody calls NAME and takes both, so both are listed.
+func (e *Engine) Models(ctx context.Context) ([]ModelInfo, error) {
+	kind, err := e.Detect(ctx)
+	if err != nil {
+		return nil, err
 	}
-	return n
-}
-func (l Load) LargestRank() job.Tokens {
-	var n job.Tokens
-	for _, r := range l.Ranks {
-		n = max(n, r.Capacity)
+	listed, err := e.listModels(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("listing the engine's models: %w", err)
 	}
-	return n
-}
-func (l Load) Used() job.Tokens {
-	var n job.Tokens
-	for _, r := range l.Ranks {
-		n += r.Used
+	loaded := map[string]job.Tokens{}
+	if kind == Ollama {
+		if loaded, err = e.ollamaLoaded(ctx); err != nil {
+			return nil, fmt.Errorf("listing the engine's loaded models: %w", err)
+		}
 	}
-	return n
+	models := make([]ModelInfo, 0, len(listed))
+	for _, m := range listed {
+		if m.ID == "" {
+			continue
+		}
+		length := max(m.MaxModelLen, m.ContextLength, loaded[m.ID], 0)
+		if short, ok := strings.CutSuffix(m.ID, ":latest"); ok && kind == Ollama {
+			models = append(models, ModelInfo{Model: job.Model(short), ContextLength: length})
+		}
+		models = append(models, ModelInfo{Model: job.Model(m.ID), ContextLength: length})
+	}
+	return models, nil
 }
 
-// Load reads the engine's metrics. For an engine without any it returns the configured capacity as one rank, Source "estimated". A page that is missing, garbage, NaN or without the needed names is an error or
-// "estimated", never "nothing used".
-func (e *Engine) Load(ctx context.Context) (Load, error) { panic("engine") }
-
-// Healthy asks the engine's health route.
-func (e *Engine) Healthy(ctx context.Context) error { panic("engine") }
-
-// Probe completes one token with model: the only proof of readiness. 503 while loading is an error like any other.
-func (e *Engine) Probe(ctx context.Context, m job.Model) error { panic("engine") }
-
-// Request is one call.
-type Request struct {
-	Endpoint job.Endpoint
-	// Body is sent as it is.
-	Body io.Reader
-	Size int64
-	// ID becomes the X-Request-Id header.
-	ID job.ID
+func (e *Engine) listModels(ctx context.Context) ([]listedModel, error) {
+	var list struct {
+		Data []listedModel `json:"data"`
+	}
+	if err := e.getJSON(ctx, "/v1/models", &list); err != nil {
+		return nil, err
+	}
+	return list.Data, nil
 }
-
-// Response is the engine's answer: the caller closes Body. Closing it, or ending the call's context, before its end cancels the work in the engine.
-type Response struct {
-	StatusCode  int
-	ContentType string
-	Header      http.Header
-	// RetryAfter is the engine's Retry-After (seconds or a date), 0 if none.
-	RetryAfter time.Duration
-	Body       io.ReadCloser
-	impl       responseImpl
-}
-
-// Call posts the request and returns when the answer's head is here. Errors wrap ErrUnreachable or the context's.
-func (e *Engine) Call(ctx context.Context, r Request) (*Response, error) { panic("engine") }
-
-// ReadAll reads the answer whole, at most MaxAnswer bytes. A cut answer is ErrUnreachable.
-func (r *Response) ReadAll() ([]byte, error) { panic("engine") }
-
-// Event is one server-sent event of an engine's stream.
-type Event struct {
-	// Raw is the event as it came, with its blank line. Data is its data lines joined by newlines; nil for a comment. Both are valid until the next event.
-	Raw, Data []byte
-	// Done: data is [DONE].
-	Done bool
-}
-
-// Events yields the events of a streamed answer. It ends after [DONE], or with ErrUnreachable where the stream ends without it, ErrTooLarge, ErrBadStream.
-func (r *Response) Events() iter.Seq2[Event, error] { panic("engine") }
-
-// Assembler builds from a stream's chunks the answer that the engine would have given without streaming.
-type Assembler struct{ asm }
-
-// NewAssembler returns an assembler for the endpoint. hideUsage: the usage chunk was asked by us alone; it is counted and not shown (Add tells).
-func NewAssembler(ep job.Endpoint, hideUsage bool) *Assembler { panic("engine") }
-
-// Chunk is what one chunk says.
-type Chunk struct {
-	// Show tells whether the client gets to see it.
-	Show bool
-	// Error is set if the chunk is the engine's error object.
-	Error *job.Error
-	// Token tells whether it carries generated text (or a tool call, reasoning, ...).
-	Token bool
-}
-
-// Add takes one chunk's JSON, which it does not keep.
-func (a *Assembler) Add(data []byte) (Chunk, error) { panic("engine") }
-
-// Body is the assembled answer; Usage what the engine counted, nil if it did not; Text the generated text of each choice so far, by index.
-func (a *Assembler) Body() ([]byte, error) { panic("engine") }
-func (a *Assembler) Usage() *job.Usage     { panic("engine") }
-func (a *Assembler) Text() []string        { panic("engine") }
-
-// UsageOf reads the usage of a whole answer, nil if it has none.
-func UsageOf(body []byte) *job.Usage { panic("engine") }
-
-type (
-	impl         struct{}
-	responseImpl struct{}
-	asm          struct{}
-)
