@@ -1,0 +1,49 @@
+package emulator
+
+import "fmt"
+
+// Check verifies that the core's books agree with each other.
+func (c *Core) Check() error {
+	p := c.pool
+	holders := make([]int32, p.size())
+	for _, s := range c.byID {
+		for _, id := range s.blocks {
+			holders[id]++
+		}
+		if s.waiting != nil && len(s.blocks) > 0 {
+			return fmt.Errorf("sequence %d waits and holds %d blocks", s.id, len(s.blocks))
+		}
+		if s.waiting == nil && s.computed > len(s.blocks)*BlockTokens {
+			return fmt.Errorf("sequence %d has %d tokens in %d blocks", s.id, s.computed, len(s.blocks))
+		}
+	}
+	unheld := 0
+	for id, n := range holders {
+		b := p.blocks[id]
+		if b.holders != n {
+			return fmt.Errorf("block %d counts %d holders and has %d", id, b.holders, n)
+		}
+		if n == 0 {
+			unheld++
+		}
+	}
+	for name, id := range p.byName {
+		if p.blocks[id].name != name {
+			return fmt.Errorf("block %d is found by a name that it does not bear", id)
+		}
+	}
+	listed := 0
+	for id := p.blocks[p.size()].next; id != int32(p.size()); id = p.blocks[id].next {
+		if p.blocks[id].holders != 0 {
+			return fmt.Errorf("block %d is free and held", id)
+		}
+		listed++
+	}
+	if listed != p.free || unheld != p.free {
+		return fmt.Errorf("%d blocks free, %d listed, %d without a holder", p.free, listed, unheld)
+	}
+	if got := len(c.running) + c.waiting.Len(); got != len(c.byID) {
+		return fmt.Errorf("%d sequences in line, %d known", got, len(c.byID))
+	}
+	return nil
+}
