@@ -52,16 +52,17 @@ var Edges = map[string][]string{
 	"examples/openai-go": {},
 
 	// For tests alone.
-	"internal/archtest": {},
-	"internal/testenv":  {"internal/embedded"},
+	"internal/archtest":                     {},
+	"internal/engine/emulator/emulatortest": {"internal/engine/emulator"},
+	"internal/results/resultstest":          {"internal/job", "internal/results"},
+	"internal/testenv":                      {"internal/embedded"},
 }
 
 // TestEdges lists what the tests of a package, or of all below a folder that ends in "/...", may import beyond its Edges.
 var TestEdges = map[string][]string{
-	"...":      {"internal/testenv", "internal/embedded", "internal/job"},
-	"api":      {"internal/engine/emulator"},
-	"worker":   {"internal/engine/emulator"},
-	"test/...": {Everything},
+	"...":              {"internal/testenv", "internal/embedded", "internal/engine/emulator", "internal/engine/emulator/emulatortest", "internal/job"},
+	"internal/results": {"internal/results/resultstest"},
+	"test/...":         {Everything},
 }
 
 // Everything allows every package of the module.
@@ -70,21 +71,23 @@ const Everything = "*"
 // Reserved lists what only some packages may import: of the module, of other modules, of the standard library. A path stands for all below it; the
 // longest that fits counts.
 var Reserved = map[string]Reservation{
-	"github.com/redis/go-redis":                       {Importers: []string{"internal/results"}},
-	"github.com/nats-io/nats.go/jetstream":            {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "bench"}},
-	"github.com/synadia-io/orbit.go":                  {Importers: []string{"internal/queue"}},
-	"github.com/nats-io/nats.go":                      {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "internal/relay", "internal/embedded", "internal/testenv", "internal/platform", "cmd/millrace", "bench"}, Tests: true},
-	"github.com/nats-io/nats-server":                  {Importers: []string{"internal/embedded"}, Tests: true},
-	"github.com/alicebob/miniredis":                   {Importers: []string{"internal/embedded"}, Tests: true},
-	"github.com/labstack/echo":                        {Importers: []string{"api"}},
-	"github.com/spf13/cobra":                          {Importers: []string{"cmd/millrace"}},
-	"github.com/vbauerster/mpb":                       {Importers: []string{"cmd/millrace"}},
-	"github.com/openai/openai-go":                     {Importers: []string{"examples/openai-go"}, Tests: true},
-	"database/sql":                                    {},
-	"github.com/millrace/millrace/internal/config":    {Importers: []string{"cmd/millrace"}},
-	"github.com/millrace/millrace/internal/telemetry": {Importers: []string{"cmd/millrace", "bench"}},
-	"github.com/millrace/millrace/internal/platform":  {Importers: []string{"cmd/millrace", "bench"}, Tests: true},
-	"github.com/millrace/millrace/internal/testenv":   {Tests: true},
+	"github.com/redis/go-redis":                                          {Importers: []string{"internal/results", "internal/results/resultstest"}},
+	"github.com/nats-io/nats.go/jetstream":                               {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "bench"}},
+	"github.com/synadia-io/orbit.go":                                     {Importers: []string{"internal/queue"}},
+	"github.com/nats-io/nats.go":                                         {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "internal/relay", "internal/embedded", "internal/testenv", "internal/platform", "cmd/millrace", "bench"}, Tests: true},
+	"github.com/nats-io/nats-server":                                     {Importers: []string{"internal/embedded"}, Tests: true},
+	"github.com/alicebob/miniredis":                                      {Importers: []string{"internal/embedded"}, Tests: true},
+	"github.com/labstack/echo":                                           {Importers: []string{"api"}},
+	"github.com/spf13/cobra":                                             {Importers: []string{"cmd/millrace"}},
+	"github.com/vbauerster/mpb":                                          {Importers: []string{"cmd/millrace"}},
+	"github.com/openai/openai-go":                                        {Importers: []string{"examples/openai-go"}, Tests: true},
+	"database/sql":                                                       {},
+	"github.com/millrace/millrace/internal/config":                       {Importers: []string{"cmd/millrace"}},
+	"github.com/millrace/millrace/internal/telemetry":                    {Importers: []string{"cmd/millrace", "bench"}},
+	"github.com/millrace/millrace/internal/platform":                     {Importers: []string{"cmd/millrace", "bench"}, Tests: true},
+	"github.com/millrace/millrace/internal/engine/emulator/emulatortest": {Tests: true},
+	"github.com/millrace/millrace/internal/results/resultstest":          {Tests: true},
+	"github.com/millrace/millrace/internal/testenv":                      {Tests: true},
 }
 
 // Reservation names the packages that may import something.
