@@ -1,0 +1,66 @@
+package results
+
+import (
+	_ "embed"
+
+	"github.com/redis/go-redis/v9"
+)
+
+var (
+	//go:embed lua/prelude.lua
+	prelude string
+	//go:embed lua/append.lua
+	appendLua string
+	//go:embed lua/cancel.lua
+	cancelLua string
+	//go:embed lua/claim.lua
+	claimLua string
+	//go:embed lua/create.lua
+	createLua string
+	//go:embed lua/delete.lua
+	deleteLua string
+	//go:embed lua/discard.lua
+	discardLua string
+	//go:embed lua/dismiss.lua
+	dismissLua string
+	//go:embed lua/endlease.lua
+	endLeaseLua string
+	//go:embed lua/events.lua
+	eventsLua string
+	//go:embed lua/finish.lua
+	finishLua string
+	//go:embed lua/giveback.lua
+	giveBackLua string
+	//go:embed lua/page.lua
+	pageLua string
+	//go:embed lua/queued.lua
+	queuedLua string
+	//go:embed lua/release.lua
+	releaseLua string
+	//go:embed lua/renew.lua
+	renewLua string
+)
+
+// Each script is atomic, takes all its keys by KEYS and only from one slot, and writes nothing before it can fail no more.
+var (
+	appendScript   = redis.NewScript(prelude + appendLua)
+	cancelScript   = redis.NewScript(prelude + cancelLua)
+	claimScript    = redis.NewScript(prelude + claimLua)
+	createScript   = redis.NewScript(prelude + createLua)
+	deleteScript   = redis.NewScript(prelude + deleteLua)
+	discardScript  = redis.NewScript(discardLua)
+	dismissScript  = redis.NewScript(dismissLua)
+	endLeaseScript = redis.NewScript(prelude + endLeaseLua)
+	eventsScript   = redis.NewScript(eventsLua)
+	finishScript   = redis.NewScript(prelude + finishLua)
+	giveBackScript = redis.NewScript(prelude + giveBackLua)
+	pageScript     = redis.NewScript(pageLua)
+	queuedScript   = redis.NewScript(queuedLua)
+	releaseScript  = redis.NewScript(releaseLua)
+	renewScript    = redis.NewScript(prelude + renewLua)
+
+	scripts = []*redis.Script{
+		appendScript, cancelScript, claimScript, createScript, deleteScript, discardScript, dismissScript, endLeaseScript, eventsScript,
+		finishScript, giveBackScript, pageScript, queuedScript, releaseScript, renewScript,
+	}
+)

@@ -1,0 +1,171 @@
+package results
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/redis/go-redis/v9"
+
+	"github.com/millrace/millrace/internal/job"
+)
+
+// KeyEntry is what an idempotency key stands for.
+type KeyEntry struct {
+	ID   job.ID
+	Hash string // of the request
+}
+
+func (e KeyEntry) String() string { return string(e.ID) + " " + e.Hash }
+
+// ReserveKey binds tenant's key to entry unless it is bound already, and returns the entry that holds now and whether it is the caller's.
+// ttl 0 is Config.KeyTTL.
+func (s *Store) ReserveKey(ctx context.Context, t job.Tenant, key string, entry KeyEntry, ttl time.Duration) (held KeyEntry, mine bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, opTimeout)
+	defer cancel()
+	if ttl == 0 {
+		ttl = s.cfg.KeyTTL
+	}
+	old, err := s.db.SetArgs(ctx, s.idempotencyKey(t, key), entry.String(), redis.SetArgs{Mode: "NX", Get: true, TTL: ttl}).Result()
+	switch {
+	case errors.Is(err, redis.Nil):
+		return entry, true, nil
+	case err != nil:
+		return KeyEntry{}, false, wrap(err, "reserving an idempotency key for job %s", entry.ID)
+	}
+	id, hash, _ := strings.Cut(old, " ")
+	held = KeyEntry{ID: job.ID(id), Hash: hash}
+	return held, held == entry, nil // a repeat finds what its first run bound
+}
+
+// ReleaseKey unbinds the key if it is bound to id.
+func (s *Store) ReleaseKey(ctx context.Context, t job.Tenant, key string, id job.ID) error {
+	ctx, cancel := context.WithTimeout(ctx, opTimeout)
+	defer cancel()
+	if err := releaseScript.Run(ctx, s.db, []string{s.idempotencyKey(t, key)}, string(id)).Err(); err != nil {
+		return wrap(err, "releasing the idempotency key of job %s", id)
+	}
+	return nil
+}
+
+// creation is a record to write where there is none.
+type creation struct {
+	job    *job.Job
+	state  job.State
+	body   []byte
+	fields []any
+	// key says that the job's idempotency key is bound, too.
+	key bool
+}
+
+// standing is how a record stands after a creation.
+type standing struct {
+	state   job.State
+	since   job.Millis
+	written bool
+}
+
+// create writes index entries, then records. If we crash in between, entries are left that lead nowhere: List skips them, and of the live ones the dispatcher asks, finds
+// nothing, and calls Forget.
+func (s *Store) create(ctx context.Context, all ...creation) ([]standing, error) {
+	calls := make([]call, 0, len(all))
+	for _, c := range all {
+		text, err := encode(c.job)
+		if err != nil {
+			return nil, err
+		}
+		args := append([]any{string(c.state), text, s.expireAt(c.job), c.body}, c.fields...)
+		calls = append(calls, call{script: createScript, keys: []string{s.recordKey(c.job.ID), s.bodyKey(c.job.ID)}, args: args})
+	}
+	answers, err := s.inOrder(ctx, func(p redis.Pipeliner) {
+		for _, c := range all {
+			s.index(ctx, p, c.job, c.state)
+			if c.key && c.job.Key != "" {
+				if left := (c.job.Created - s.Now()).Duration() + s.cfg.KeyTTL; left > 0 {
+					p.SetNX(ctx, s.idempotencyKey(c.job.Tenant, c.job.Key), KeyEntry{ID: c.job.ID, Hash: c.job.BodyHash}.String(), left)
+				}
+			}
+		}
+	}, calls...)
+	if err != nil {
+		return nil, err
+	}
+	stand := make([]standing, 0, len(all))
+	for _, a := range answers {
+		list, ok := a.([]any)
+		if !ok || len(list) != 3 {
+			return nil, fmt.Errorf("%w: %v", errAnswer, a)
+		}
+		stand = append(stand, standing{state: job.State(text(list[0])), since: job.Millis(number(list[1])), written: number(list[2]) == 1})
+	}
+	return stand, nil
+}
+
+// index adds a job to its tenant's list, and to the live index. An entry that is there keeps its deadline.
+func (s *Store) index(ctx context.Context, p redis.Pipeliner, j *job.Job, state job.State) {
+	list := s.listKey(j.Tenant)
+	p.ZAdd(ctx, list, redis.Z{Score: float64(j.Created), Member: string(j.ID)})
+	p.ZRemRangeByScore(ctx, list, "-inf", fmt.Sprint(int64(s.Now())-(longestDeadline+s.cfg.Retention).Milliseconds()))
+	p.PExpire(ctx, list, s.listTTL())
+	if !state.Ended() {
+		p.ZAddNX(ctx, s.liveKey(j.ID), redis.Z{Score: float64(firstDeadline(j)), Member: string(j.ID)})
+	}
+}
+
+// Accept writes the record in state accepting with `since` = now, with body (nil if it is a blob), and indexes it for List and Due. If the record exists and is
+// accepting, only since is renewed; any other state is left alone. It returns the state that holds now and its since.
+func (s *Store) Accept(ctx context.Context, j *job.Job, body []byte) (job.State, job.Millis, error) {
+	ctx, cancel := context.WithTimeout(ctx, opTimeout)
+	defer cancel()
+	now, err := s.create(ctx, creation{job: j, state: job.Accepting, body: body, fields: []any{"fr", 1}})
+	if err != nil {
+		return "", 0, wrap(err, "accepting job %s", j.ID)
+	}
+	return now[0].state, now[0].since, nil
+}
+
+// Queued turns accepting into queued. A record in another state is left alone; one that is gone is written whole.
+func (s *Store) Queued(ctx context.Context, j *job.Job, body []byte) error {
+	ctx, cancel := context.WithTimeout(ctx, opTimeout)
+	defer cancel()
+	err := queuedScript.Run(ctx, s.db, []string{s.recordKey(j.ID)}).Err()
+	if errors.Is(err, redis.Nil) {
+		err = s.recreate(ctx, j, body)
+	}
+	if err != nil {
+		return wrap(err, "recording that job %s is queued", j.ID)
+	}
+	return nil
+}
+
+// recreate writes the record of a job that is known to wait or run, after the store was wiped.
+func (s *Store) recreate(ctx context.Context, j *job.Job, body []byte) error {
+	_, err := s.create(ctx, creation{job: j, state: job.Queued, body: body})
+	return err
+}
+
+// Discard removes the record if it is accepting since exactly `since`, and tells whether it did. A record that is gone counts as removed, so that a repeat says the same.
+func (s *Store) Discard(ctx context.Context, j *job.Job, since job.Millis) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, opTimeout)
+	defer cancel()
+	gone, err := discardScript.Run(ctx, s.db, []string{s.recordKey(j.ID), s.bodyKey(j.ID), s.eventsKey(j.ID)}, int64(since)).Bool()
+	if err == nil && gone {
+		err = s.unindex(ctx, j.Tenant, j.ID)
+	}
+	if err != nil {
+		return false, wrap(err, "discarding job %s", j.ID)
+	}
+	return gone, nil
+}
+
+// unindex removes a job from its tenant's list and the live index, once its record is gone.
+func (s *Store) unindex(ctx context.Context, t job.Tenant, id job.ID) error {
+	_, err := s.db.Pipelined(ctx, func(p redis.Pipeliner) error {
+		p.ZRem(ctx, s.listKey(t), string(id))
+		p.ZRem(ctx, s.liveKey(id), string(id))
+		return nil
+	})
+	return err
+}
