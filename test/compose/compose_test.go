@@ -24,7 +24,7 @@ import (
 )
 
 const (
-	model = "emulated-8b"
+	model = "emulator-l40s-8b"
 	key   = "sk-compose-test"
 )
 
@@ -47,7 +47,7 @@ func start(t *testing.T) (*stack, *client.Client) {
 	}
 	s := &stack{
 		project: "millrace-test-" + port,
-		env:     append(os.Environ(), "MILLRACE_PORT="+port, "MILLRACE_API_KEY="+key, "MILLRACE_MODEL="+model, "COMPOSE_PROFILES=emulator"),
+		env:     append(os.Environ(), "MILLRACE_PORT="+port, "MILLRACE_API_KEY="+key, "MILLRACE_PROFILE=l40s-8b", "COMPOSE_PROFILES=emulator"),
 	}
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 2*time.Minute) // the test's own context has ended
