@@ -63,7 +63,7 @@ func (e *Engine) Call(ctx context.Context, r Request) (*Response, error) {
 		ContentType: resp.Header.Get("Content-Type"),
 		Header:      resp.Header,
 		RetryAfter:  retryAfter(resp.Header.Get("Retry-After"), time.Now()),
-		Body:        &answerBody{ReadCloser: resp.Body, ctx: ctx, cancel: cancel},
+		Body:        &answerBody{ReadCloser: resp.Body, why: func(err error) error { return broken(ctx, err) }, cancel: cancel},
 		size:        resp.ContentLength,
 		maxEvent:    e.cfg.MaxEvent,
 		maxAnswer:   e.cfg.MaxAnswer,
@@ -85,7 +85,7 @@ func retryAfter(header string, now time.Time) time.Duration {
 // answerBody is an answer's body whose errors tell who ended it.
 type answerBody struct {
 	io.ReadCloser
-	ctx    context.Context // the caller's, which lives as long as the body: it tells an end that the caller wanted from a break
+	why    func(error) error // what an error of reading means: the caller's context has ended, or the engine broke off
 	cancel context.CancelFunc
 
 	whole atomic.Bool // what matters has been read: the connection can serve another call
@@ -94,7 +94,7 @@ type answerBody struct {
 func (b *answerBody) Read(p []byte) (int, error) {
 	n, err := b.ReadCloser.Read(p)
 	if err != nil && !errors.Is(err, io.EOF) {
-		err = broken(b.ctx, err)
+		err = b.why(err)
 	}
 	return n, err
 }

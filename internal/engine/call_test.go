@@ -159,7 +159,7 @@ func TestACutAnswerIsUnreachable(t *testing.T) {
 	cut := func(w http.ResponseWriter, _ *http.Request) {
 		_, _ = io.WriteString(w, "data: {}\n\n")
 		w.(http.Flusher).Flush()
-		panic(http.ErrAbortHandler)
+		abort(t, w)
 	}
 	if got, err := answer(t, engine.Config{}, cut).ReadAll(); !errors.Is(err, engine.ErrUnreachable) {
 		t.Errorf("read whole: %q, %v; want ErrUnreachable", got, err)

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -357,7 +358,7 @@ func TestProbeWantsARealCompletion(t *testing.T) {
 		"refuses all":              {routes{chat: refused, completions: refused, embeddings: refused}, false, "no chat template"},
 		"answers with nothing":     {routes{chat: page([]byte(`{"choices":[]}`))}, false, "completes nothing"},
 		"answers with a page":      {routes{chat: page([]byte(`<html>`))}, false, "not the JSON"},
-		"crashes on the way":       {routes{chat: func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }}, false, engine.ErrUnreachable.Error()},
+		"crashes on the way":       {routes{chat: func(w http.ResponseWriter, _ *http.Request) { abort(t, w) }}, false, engine.ErrUnreachable.Error()},
 		"lies about its own state": {routes{"GET /health": page(nil), chat: status(500, "CUDA error")}, false, "CUDA error"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -433,21 +434,21 @@ vllm:cache_config_info{engine="0",block_size="16",num_gpu_blocks="801"} 1
 	defer server.Close()
 	e, err := engine.New(engine.Config{URL: server.URL}, discard())
 	if err != nil {
-		fmt.Println(err)
+		fmt.Fprintln(os.Stdout, err)
 		return
 	}
 	defer e.Close()
 	ctx := context.Background()
 	kind, err := e.Detect(ctx)
 	if err != nil {
-		fmt.Println(err)
+		fmt.Fprintln(os.Stdout, err)
 		return
 	}
 	load, err := e.Load(ctx)
 	if err != nil {
-		fmt.Println(err)
+		fmt.Fprintln(os.Stdout, err)
 		return
 	}
-	fmt.Println(kind, load.Running, load.Used(), "of", load.Capacity(), "tokens by the", load.Source)
+	fmt.Fprintln(os.Stdout, kind, load.Running, load.Used(), "of", load.Capacity(), "tokens by the", load.Source)
 	// Output: vllm 2 6400 of 12800 tokens by the engine
 }

@@ -28,6 +28,16 @@ func testdata(t testing.TB, path string) []byte {
 	return data
 }
 
+// abort breaks the connection off.
+func abort(t *testing.T, w http.ResponseWriter) {
+	conn, _, err := http.NewResponseController(w).Hijack()
+	if err != nil {
+		t.Errorf("taking the connection: %v", err)
+		return
+	}
+	_ = conn.Close()
+}
+
 // routes are what a test's engine serves.
 type routes map[string]http.HandlerFunc
 
