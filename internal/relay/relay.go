@@ -1,12 +1,16 @@
-// Package relay carries, over core NATS, what is worth saying only now: that a job changed, that one is cancelled, and the answers of jobs whose client waits on its connection.
 package relay
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
+	"fmt"
 	"log/slog"
+	"sync"
+	"time"
 
 	"github.com/nats-io/nats.go"
+	"github.com/nats-io/nuid"
 
 	"github.com/millrace/millrace/internal/job"
 )
@@ -21,132 +25,145 @@ var (
 	ErrUnreachable = errors.New("the API that waits for this job does not answer")
 )
 
+const (
+	bellSubject   = "millrace.bell."
+	cancelSubject = "millrace.cancel"
+	endedSubject  = "millrace.ended."
+	liveSubject   = "millrace.live."
+	answerSubject = "millrace.answer."
+)
+
+// listening is how long a new subscription waits for the server to know it.
+const listening = 250 * time.Millisecond
+
 // Relay is safe for concurrent use.
-type Relay struct{ impl }
+type Relay struct {
+	nc  *nats.Conn
+	log *slog.Logger
+	// control is where the APIs that this process's answers go to say what they have.
+	control string
+
+	bellMu sync.Mutex // guards bells and what is in them
+	bells  map[job.ID]*bell
+
+	answerMu  sync.Mutex // guards what follows
+	answers   map[attempt]*Answer
+	answerSub *nats.Subscription // made with the first answer
+}
+
+// attempt is one try at a job.
+type attempt struct {
+	id    job.ID
+	token job.Token
+}
 
 // New returns a relay on nc, which it does not close.
-func New(nc *nats.Conn, log *slog.Logger) *Relay { panic("relay") }
+func New(nc *nats.Conn, log *slog.Logger) *Relay {
+	return &Relay{nc: nc, log: log, control: answerSubject + nuid.Next(), bells: make(map[job.ID]*bell), answers: make(map[attempt]*Answer)}
+}
+
+// bell is one watched job. There is a subscription for each, so that the server drops the bells of jobs that nobody watches, which are most.
+type bell struct {
+	sub      *nats.Subscription
+	heard    chan struct{} // closed once the server knows the subscription
+	watchers map[chan struct{}]struct{}
+}
 
 // Bell tells everybody who watches id that its record or its events changed. Best effort: who waits also looks by itself now and then.
-func (r *Relay) Bell(id job.ID) { panic("relay") }
+func (r *Relay) Bell(id job.ID) { r.say(bellSubject+token(string(id)), nil) }
+
+// say publishes what may be lost.
+func (r *Relay) say(subject string, data []byte) {
+	if err := r.nc.Publish(subject, data); err != nil {
+		r.log.Debug("not published", "subject", subject, "err", err)
+	}
+}
 
 // Watch returns a channel that gets a value (at least one, possibly for several bells) after every Bell for id, and a function that ends the watch. One subscription serves all watchers of a process's job.
-func (r *Relay) Watch(id job.ID) (<-chan struct{}, func()) { panic("relay") }
+// While NATS is connected, every Bell rung after Watch returned is heard: look at the record after Watch, not before.
+func (r *Relay) Watch(id job.ID) (<-chan struct{}, func()) {
+	ch := make(chan struct{}, 1)
+	r.bellMu.Lock()
+	b := r.bells[id]
+	first := b == nil
+	if first {
+		b = &bell{heard: make(chan struct{}), watchers: make(map[chan struct{}]struct{})}
+		var err error
+		// This fails only on a closed connection; then nobody rings, and the watcher looks by itself.
+		if b.sub, err = r.nc.Subscribe(bellSubject+token(string(id)), func(*nats.Msg) { r.ring(b) }); err != nil {
+			r.log.Debug("bell not watched", "job", id, "err", err)
+		}
+		r.bells[id] = b
+	}
+	b.watchers[ch] = struct{}{}
+	r.bellMu.Unlock()
+	if first {
+		r.listen()
+		close(b.heard)
+	} else {
+		<-b.heard
+	}
+	return ch, func() {
+		r.bellMu.Lock()
+		defer r.bellMu.Unlock()
+		delete(b.watchers, ch)
+		if len(b.watchers) == 0 && r.bells[id] == b {
+			delete(r.bells, id)
+			if b.sub != nil {
+				_ = b.sub.Unsubscribe() // fails only if the connection has ended it
+			}
+		}
+	}
+}
+
+func (r *Relay) ring(b *bell) {
+	r.bellMu.Lock()
+	defer r.bellMu.Unlock()
+	for ch := range b.watchers {
+		select {
+		case ch <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// listen returns once the server knows the subscriptions made so far. While NATS is away or hangs there is nothing to hear; the subscription then begins with the next connection.
+func (r *Relay) listen() {
+	if r.nc.IsConnected() {
+		_ = r.nc.FlushTimeout(listening)
+	}
+}
 
 // Cancel tells every worker to stop id. Best effort: the intent is stored first, and workers also learn it when they renew.
-func (r *Relay) Cancel(id job.ID) { panic("relay") }
+func (r *Relay) Cancel(id job.ID) { r.say(cancelSubject, []byte(id)) }
 
-// OnCancel calls fn for each Cancel heard, until ctx ends. fn must not block.
-func (r *Relay) OnCancel(ctx context.Context, fn func(job.ID)) error { panic("relay") }
-
-// Ended tells dispatchers that a job of m ended: room to feed more. OnEnded listens.
-func (r *Relay) Ended(m job.Model)                                     { panic("relay") }
-func (r *Relay) OnEnded(ctx context.Context, fn func(job.Model)) error { panic("relay") }
-
-// --- answers of live jobs ---
-//
-// A live job's answer goes from the worker to the API in numbered parts. The API takes them in order, asks again for a gap, and acknowledges the last. The worker keeps all parts of the attempt until then.
-
-// Part is one piece of an answer.
-type Part struct {
-	// Head comes first: the engine's status and content type.
-	Head *Head
-	// Data is a piece of the body: for a stream one or more whole SSE events' raw bytes; else any piece. At most 256 KiB are sent in one message; larger ones are split and joined in order, not re-framed.
-	Data []byte
-	// End comes last.
-	End *End
+// OnCancel calls fn for each Cancel heard, until ctx ends. It returns once it listens. fn must not block.
+func (r *Relay) OnCancel(ctx context.Context, fn func(job.ID)) error {
+	return r.on(ctx, cancelSubject, func(m *nats.Msg) { fn(job.ID(m.Data)) })
 }
 
-// Head of an answer.
-type Head struct {
-	StatusCode  int    `json:"status_code"`
-	ContentType string `json:"content_type"`
+// Ended tells dispatchers that a job of m ended: room to feed more. Best effort.
+func (r *Relay) Ended(m job.Model) { r.say(endedSubject+token(string(m)), []byte(m)) }
+
+// OnEnded calls fn for each Ended heard, of any model, until ctx ends. It returns once it listens. fn must not block.
+func (r *Relay) OnEnded(ctx context.Context, fn func(job.Model)) error {
+	return r.on(ctx, endedSubject+"*", func(m *nats.Msg) { fn(job.Model(m.Data)) })
 }
 
-// End of an answer. Error is set when the attempt ended without a whole answer: the job failed for good. Retry says that the job was given back and another attempt will follow; then no part of the answer had been sent before.
-type End struct {
-	Error  *job.Error `json:"error,omitempty"`
-	Usage  *job.Usage `json:"usage,omitempty"`
-	Retry  bool       `json:"retry,omitempty"`
-	Reason string     `json:"reason,omitempty"`
-	State  job.State  `json:"state,omitempty"`
+// on calls handle for each message until ctx ends. It returns once the server knows the subscription.
+func (r *Relay) on(ctx context.Context, subject string, handle nats.MsgHandler) error {
+	sub, err := r.nc.Subscribe(subject, func(m *nats.Msg) {
+		if ctx.Err() == nil {
+			handle(m)
+		}
+	})
+	if err != nil {
+		return fmt.Errorf("listening to %s: %w", subject, err)
+	}
+	context.AfterFunc(ctx, func() { _ = sub.Unsubscribe() }) // fails only if the connection has ended it
+	r.listen()
+	return nil
 }
 
-// ClaimRequest is a worker's wish to run a live job.
-type ClaimRequest struct {
-	ID         job.ID     `json:"id"`
-	Worker     job.Worker `json:"worker"`
-	AckSubject string     `json:"ack_subject"`
-	Charged    bool       `json:"-"`
-}
-
-// Claimed is the API's yes: the attempt's token, and the number of tries charged before.
-type Claimed struct {
-	Token   job.Token `json:"token"`
-	Charged int       `json:"charged"`
-}
-
-// Claim asks the API for the job. ErrGone (settle as cancelled, ack), ErrHeld (nak), ErrUnreachable (nak).
-func (r *Relay) Claim(ctx context.Context, api job.API, c ClaimRequest) (*Claimed, error) {
-	panic("relay")
-}
-
-// Answer is a worker's side of one attempt's answer.
-type Answer struct{ answerImpl }
-
-// Answer opens the sending side. cancelled is closed when the API says that nobody waits any more.
-func (r *Relay) Answer(api job.API, id job.ID, token job.Token) (*Answer, error) { panic("relay") }
-
-// Cancelled is closed when the API tells this attempt to stop.
-func (a *Answer) Cancelled() <-chan struct{} { panic("relay") }
-
-// Send sends one part. It does not wait for the API, and while NATS is away it keeps the part for later. It fails only when more than MaxBuffered bytes are unacknowledged.
-func (a *Answer) Send(p Part) error { panic("relay") }
-
-// Finish sends End and returns once the API has everything, or ErrGone, or ctx's error.
-func (a *Answer) Finish(ctx context.Context, e End) error { panic("relay") }
-
-// Close releases the sending side.
-func (a *Answer) Close() { panic("relay") }
-
-// MaxBuffered bounds the bytes of one answer that either side keeps.
-const MaxBuffered = 64 << 20
-
-// Desk is an API's side: the connections that wait here.
-type Desk struct{ deskImpl }
-
-// Desk listens for claims and answers to api until ctx ends.
-func (r *Relay) Desk(ctx context.Context, api job.API, log *slog.Logger) (*Desk, error) {
-	panic("relay")
-}
-
-// Expect opens a seat for a live job before it is published.
-func (d *Desk) Expect(id job.ID) *Seat { panic("relay") }
-
-// Seat is one waiting connection.
-type Seat struct{ seatImpl }
-
-// Next returns the next part of the answer, or ctx's error. It joins nothing: parts come as sent, split pieces as their own. A Retry end is not shown: the seat then waits for the next claim.
-func (s *Seat) Next(ctx context.Context) (*Part, error) { panic("relay") }
-
-// Holder returns who runs the job now ("" if nobody), the attempt's ack subject, and its token.
-func (s *Seat) Holder() (job.Worker, string, job.Token) { panic("relay") }
-
-// Started tells whether any part of the answer has been taken from the current or an earlier attempt.
-func (s *Seat) Started() bool { panic("relay") }
-
-// Release takes the job from its (dead) holder, so that another may claim it; charged adds to the tries.
-func (s *Seat) Release(charged bool) { panic("relay") }
-
-// Close ends the wait; if the answer has not ended the running attempt is told to stop, and later claims get ErrGone.
-func (s *Seat) Close() { panic("relay") }
-
-// Seats lists the open seats' ids: what the API publishes again when a LIVE stream was lost.
-func (d *Desk) Seats() []job.ID { panic("relay") }
-
-type (
-	impl       struct{}
-	answerImpl struct{}
-	deskImpl   struct{}
-	seatImpl   struct{}
-)
+// token makes one subject token of any name.
+func token(name string) string { return base64.RawURLEncoding.EncodeToString([]byte(name)) }
