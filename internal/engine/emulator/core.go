@@ -52,16 +52,17 @@ type Step struct {
 
 // Stats is the state of a Core, and its counters since the start.
 type Stats struct {
-	Running, Waiting       int
-	UsedBlocks, Blocks     int
-	Preemptions            int64
-	PromptTokens           int64 // of prompts whose prefill has ended
-	GeneratedTokens        int64
-	PrefixQueries          int64 // prompt tokens looked for in the cache
-	PrefixHits             int64 // prompt tokens found there
-	Finished, Cancelled    int64
-	MaxRunning             int
-	PrefillPending, Tokens int // prompt tokens yet to be computed by running sequences; cached tokens of running sequences
+	// Running sequences are at most MaxRunning; Waiting ones have no blocks.
+	Running, Waiting, MaxRunning int
+	UsedBlocks, Blocks           int
+	// PrefillPending is the number of prompt tokens that running sequences have yet to compute.
+	PrefillPending int
+
+	Finished, Cancelled, Preemptions int64
+	// PromptTokens are those of prompts whose prefill has ended; GeneratedTokens include end tokens.
+	PromptTokens, GeneratedTokens int64
+	// PrefixQueries are prompt tokens looked for in the cache, PrefixHits those found.
+	PrefixQueries, PrefixHits int64
 }
 
 // Usage is the part of the KV cache in use, 0 to 1.
@@ -72,7 +73,7 @@ type Core struct {
 	profile    Profile
 	pool       *pool
 	maxRunning int
-	waiting    *list.List  // of *sequence; preempted ones in front
+	waiting    *list.List  // of *sequence, preempted ones in front
 	running    []*sequence // in the order of admission
 	byID       map[ID]*sequence
 	last       ID
@@ -169,7 +170,6 @@ func (c *Core) Stats() Stats {
 	s.UsedBlocks, s.Blocks = c.pool.used(), c.pool.size()
 	s.MaxRunning = c.maxRunning
 	for _, r := range c.running {
-		s.Tokens += r.computed
 		if !r.decoding {
 			s.PrefillPending += r.total() - r.computed
 		}

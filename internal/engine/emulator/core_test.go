@@ -269,7 +269,7 @@ func TestAHeldSequenceKeepsItsPlaceAndTheOthersGoOn(t *testing.T) {
 
 func TestBlocksReturnToZeroAfterAnyMix(t *testing.T) {
 	t.Parallel()
-	for seed := range uint64(40) {
+	for seed := range uint64(24) {
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
 			t.Parallel()
 			rnd := rand.New(rand.NewPCG(seed, 7))
@@ -282,11 +282,11 @@ func TestBlocksReturnToZeroAfterAnyMix(t *testing.T) {
 			capacity := p.Blocks() * emulator.BlockTokens
 			live := make(map[emulator.ID]int) // tokens to come
 			added, ended, cancelled := 0, 0, 0
-			for i := 0; i < 600 || len(live) > 0; i++ {
+			for i := 0; i < 400 || len(live) > 0; i++ {
 				if i > 100_000 {
 					t.Fatalf("%d sequences never end", len(live))
 				}
-				if i < 600 && rnd.IntN(3) == 0 {
+				if i < 400 && rnd.IntN(3) == 0 {
 					r := emulator.Request{Prompt: 1 + rnd.IntN(capacity/2), Output: rnd.IntN(capacity / 2), Seed: uint64(rnd.IntN(4))}
 					family := uint64(1+rnd.IntN(3)) << 32 // so that prefixes meet
 					for b := range r.Prompt / emulator.BlockTokens {
@@ -322,7 +322,7 @@ func TestBlocksReturnToZeroAfterAnyMix(t *testing.T) {
 				if s.Prefill+s.Decoding > emulator.TokenBudget {
 					t.Fatalf("a step of %d tokens", s.Prefill+s.Decoding)
 				}
-				if i%5 == 0 || i > 600 && len(live) == 0 {
+				if i%5 == 0 || i > 400 && len(live) == 0 {
 					if err := c.Check(); err != nil {
 						t.Fatal(err)
 					}

@@ -82,43 +82,43 @@ func New(cfg Config, log *slog.Logger) (*Emulator, error) {
 	}
 	p, err := ProfileByName(cfg.Profile)
 	if err != nil {
-		return nil, fmt.Errorf("Profile: %w", err)
+		return nil, fmt.Errorf("field Profile: %w", err)
 	}
 	if cfg.KVTokens != 0 {
 		p.KVTokens = cfg.KVTokens
 		p.MaxModelLen = min(p.MaxModelLen, p.Blocks()*BlockTokens)
 	}
 	if p.Blocks() < 1 {
-		return nil, fmt.Errorf("KVTokens is %d: it must be 0 or at least %d", cfg.KVTokens, BlockTokens)
+		return nil, fmt.Errorf("field KVTokens is %d: it must be 0 or at least %d", cfg.KVTokens, BlockTokens)
 	}
 	if cfg.MaxModelLen != 0 {
 		p.MaxModelLen = cfg.MaxModelLen
 	}
 	if p.MaxModelLen < 2 || p.MaxModelLen > p.Blocks()*BlockTokens {
-		return nil, fmt.Errorf("MaxModelLen is %d: it must be 0 or from 2 to the KV cache's %d", p.MaxModelLen, p.Blocks()*BlockTokens)
+		return nil, fmt.Errorf("field MaxModelLen is %d: it must be 0 or from 2 to the KV cache's %d", p.MaxModelLen, p.Blocks()*BlockTokens)
 	}
 	if cfg.Speed == 0 {
 		cfg.Speed = 1
 	}
 	if !(cfg.Speed > 0 && cfg.Speed <= 1e6) {
-		return nil, fmt.Errorf("Speed is %v: it must be more than 0 and at most 1e6", cfg.Speed)
+		return nil, fmt.Errorf("field Speed is %v: it must be more than 0 and at most 1e6", cfg.Speed)
 	}
 	if cfg.ColdStart < 0 {
-		return nil, fmt.Errorf("ColdStart is %v: it must not be negative", cfg.ColdStart)
+		return nil, fmt.Errorf("field ColdStart is %v: it must not be negative", cfg.ColdStart)
 	}
 	if err := cfg.Faults.validate(); err != nil {
 		return nil, err
 	}
 	length, err := workloadByName(cfg.Workload)
 	if err != nil {
-		return nil, fmt.Errorf("Workload: %w", err)
+		return nil, fmt.Errorf("field Workload: %w", err)
 	}
 	if len(cfg.Models) == 0 {
 		cfg.Models = []string{"emulator-" + cfg.Profile}
 	}
 	for i, m := range cfg.Models {
 		if m == "" {
-			return nil, fmt.Errorf("Models[%d] is empty", i)
+			return nil, fmt.Errorf("field Models[%d] is empty", i)
 		}
 	}
 	if cfg.Crash == nil {

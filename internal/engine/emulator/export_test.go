@@ -1,6 +1,11 @@
 package emulator
 
-import "fmt"
+import (
+	"encoding/json"
+	"fmt"
+
+	"github.com/millrace/millrace/internal/job"
+)
 
 // Check verifies that the core's books agree with each other.
 func (c *Core) Check() error {
@@ -46,4 +51,37 @@ func (c *Core) Check() error {
 		return fmt.Errorf("%d sequences in line, %d known", got, len(c.byID))
 	}
 	return nil
+}
+
+// ParseBody checks a body and composes its answer, as a call does.
+func ParseBody(ep job.Endpoint, raw []byte) {
+	q, refusal := parse(ep, raw, hashStart)
+	if refusal != nil {
+		_ = refusal.body()
+		return
+	}
+	most, refusal := q.fit(500)
+	if refusal != nil {
+		return
+	}
+	m := noMishap()
+	e := &Emulator{length: Workloads()[0]}
+	answers := e.compose(q, &m, most)
+	p := newPage(q, answers, "id", 0, 0)
+	if ep == job.Embeddings {
+		_ = p.appendEmbeddings(nil)
+		return
+	}
+	whole := p.appendWhole(nil)
+	if !json.Valid(whole) {
+		panic("invalid answer: " + string(whole))
+	}
+	for i := range answers {
+		for k := range answers[i].ends {
+			chunk := p.appendToken(nil, i, k, 0)
+			if !json.Valid(chunk[len("data: "):]) {
+				panic("invalid chunk: " + string(chunk))
+			}
+		}
+	}
 }

@@ -49,20 +49,20 @@ func (f Faults) validate() error {
 		rate float64
 	}{{"ErrorRate", f.ErrorRate}, {"HangRate", f.HangRate}, {"ResetRate", f.ResetRate}, {"PreemptionRate", f.PreemptionRate}} {
 		if !(r.rate >= 0 && r.rate <= 1) {
-			return fmt.Errorf("Faults.%s is %v: it must be from 0 to 1", r.name, r.rate)
+			return fmt.Errorf("field Faults.%s is %v: it must be from 0 to 1", r.name, r.rate)
 		}
 	}
 	if f.Status != 0 && (f.Status < 400 || f.Status > 599) {
-		return fmt.Errorf("Faults.Status is %d: it must be 0 or from 400 to 599", f.Status)
+		return fmt.Errorf("field Faults.Status is %d: it must be 0 or from 400 to 599", f.Status)
 	}
 	if f.MaxNumSeqs < 0 {
-		return fmt.Errorf("Faults.MaxNumSeqs is %d: it must not be negative", f.MaxNumSeqs)
+		return fmt.Errorf("field Faults.MaxNumSeqs is %d: it must not be negative", f.MaxNumSeqs)
 	}
 	switch f.Metrics {
 	case MetricsGood, MetricsMissing, MetricsGarbage, MetricsNaN, MetricsSlow:
 		return nil
 	default:
-		return fmt.Errorf("Faults.Metrics is %q: it must be missing, garbage, nan, slow, or empty", f.Metrics)
+		return fmt.Errorf("field Faults.Metrics is %q: it must be missing, garbage, nan, slow, or empty", f.Metrics)
 	}
 }
 
@@ -90,7 +90,7 @@ func noMishap() mishap {
 
 // watchesTokens tells whether something happens between tokens, so that also an answer in one piece must follow them.
 func (m *mishap) watchesTokens() bool {
-	return m.resetAfter > 0 || m.crashAfter > 0 || m.tokenDelay > 0
+	return m.resetAfter > 0 || m.crashAfter > 0 || m.errorAfter != never || m.tokenDelay > 0
 }
 
 const (

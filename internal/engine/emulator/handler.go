@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"slices"
@@ -304,9 +305,7 @@ func (e *Emulator) answer(w http.ResponseWriter, r *http.Request, q *request, m 
 	}
 	id := r.Header.Get("X-Request-Id")
 	if id == "" {
-		e.mu.Lock()
-		id = fmt.Sprintf("%016x%016x", e.random.Uint64(), e.random.Uint64())
-		e.mu.Unlock()
+		id = fmt.Sprintf("%016x%016x", rand.Uint64(), rand.Uint64()) // not from the seeded sequence: no two engines share an id
 	}
 	p := newPage(q, answers, id, now.Unix(), promptTokens)
 	c, err := e.submit(q, answers, m, now)

@@ -470,8 +470,8 @@ func (q *request) fit(context int) ([]int, *apiError) {
 			continue
 		}
 		asked := max(q.maxTokens, 0)
-		if n+max(asked, 1) > context {
-			return nil, badRequest("input_tokens", "This model's maximum context length is %d tokens. However, you requested %d output tokens and your prompt contains at least %d input tokens, for a total of at least %d tokens. Please reduce the length of the input prompt or the number of requested output tokens.", context, asked, n, n+asked)
+		if n >= context || asked > context-n {
+			return nil, badRequest("input_tokens", "This model's maximum context length is %d tokens. However, you requested %d output tokens and your prompt contains at least %d input tokens, for a total of at least %d tokens. Please reduce the length of the input prompt or the number of requested output tokens.", context, asked, n, uint64(n)+uint64(asked))
 		}
 		most[i] = context - n
 		if q.maxTokens >= 0 {

@@ -1,6 +1,7 @@
 package emulator
 
 import (
+	"bytes"
 	"encoding/base64"
 	"encoding/binary"
 	"math"
@@ -114,7 +115,7 @@ func (p *page) appendToken(b []byte, choice, token, pad int) []byte {
 	if p.q.endpoint == job.Completions {
 		b = append(b, `"text":"`...)
 		if token == 0 && p.q.echo {
-			b = appendEscaped(b, p.q.prompts[choice/p.q.n].text)
+			b = p.appendEcho(b, choice)
 		}
 		b = append(appendEscaped(b, text), '"')
 	} else {
@@ -143,6 +144,11 @@ func (p *page) appendToken(b []byte, choice, token, pad int) []byte {
 		b = append(b, '"')
 	}
 	return p.closeChunk(b, token+1)
+}
+
+// appendEcho writes the prompt before the completion. Token ids are no text, and look like it.
+func (p *page) appendEcho(b []byte, choice int) []byte {
+	return appendEscaped(b, bytes.ToValidUTF8(p.q.prompts[choice/p.q.n].text, []byte("\ufffd")))
 }
 
 func (p *page) appendDelta(b, text []byte, token int) []byte {
@@ -212,7 +218,7 @@ func (p *page) appendWhole(b []byte) []byte {
 		if p.q.endpoint == job.Completions {
 			b = append(b, `,"text":"`...)
 			if p.q.echo {
-				b = appendEscaped(b, p.q.prompts[i/p.q.n].text)
+				b = p.appendEcho(b, i)
 			}
 			b = append(appendEscaped(b, a.text), '"')
 		} else {
