@@ -20,6 +20,7 @@ const (
 // The server's error codes that decide what is done next.
 const (
 	codeResources        = 10002 // the account's limits
+	codeNoPeers          = 10005 // nodes do not know each other's stores yet
 	codeUnavailable      = 10008
 	codeNotLeader        = 10009
 	codeNoConsumer       = 10014
@@ -33,6 +34,7 @@ const (
 	codeNoStream         = 10059
 	codeWrongLast        = 10071
 	codeStoreFailed      = 10077
+	codeFilterTaken      = 10100
 	codeStreamOffline    = 10118
 	codeExpectLater      = 10163 // the expected sequence cannot be checked yet
 	codeWrongLastPending = 10164 // another message on the subject is on its way into a replicated stream
@@ -46,12 +48,21 @@ var errNoStream = errors.New("no stream takes the subject")
 // errPending says that another message on the same subject is about to be stored: whether it will be is not known yet.
 var errPending = errors.New("another copy is being stored")
 
-// bound gives ctx the default deadline if it has none.
-func bound(ctx context.Context) (context.Context, context.CancelFunc) {
-	if _, has := ctx.Deadline(); has {
-		return ctx, func() {}
+// bound gives ctx the default deadline if it has none, and ends it when the connection is lost: an answer to what was asked before will not come.
+func (q *Queue) bound(ctx context.Context) (context.Context, context.CancelFunc) {
+	deadline, has := ctx.Deadline()
+	if !has {
+		deadline = time.Now().Add(defaultTimeout)
 	}
-	return context.WithTimeout(ctx, defaultTimeout)
+	ctx, cancel := context.WithDeadline(ctx, deadline)
+	q.mu.Lock()
+	link := q.link
+	q.mu.Unlock()
+	stop := context.AfterFunc(link, cancel)
+	return ctx, func() {
+		stop()
+		cancel()
+	}
 }
 
 // transport turns what went wrong on the way to the server into this package's errors.
@@ -61,6 +72,9 @@ func transport(err error) error {
 		return errNoStream
 	case errors.Is(err, nats.ErrMaxPayload), errors.Is(err, nats.ErrBadSubject):
 		return fmt.Errorf("%w: %w", ErrRefused, err)
+	case errors.Is(err, context.Canceled):
+		// Not passed on as what it is: most often the connection's end, and not the caller's, has ended the context.
+		return fmt.Errorf("%w: the call was cut off", ErrUnavailable)
 	default:
 		return fmt.Errorf("%w: %w", ErrUnavailable, err)
 	}
@@ -77,12 +91,12 @@ func refusal(e *jetstream.APIError) error {
 		return errNoStream
 	case codeResources, codeInsufficient, codeMemory, codeStorage, codeStoreFailed:
 		return fmt.Errorf("%w: %w", ErrFull, e)
-	case codeUnavailable, codeNotLeader, codeTooMany:
+	case codeUnavailable, codeNotLeader, codeNoPeers, codeTooMany:
 		return fmt.Errorf("%w: %w", ErrUnavailable, e)
 	case codeNoMessage:
 		return ErrNotFound
 	}
-	if e.Code == 503 {
+	if e.Code >= 500 { // the server's own trouble
 		return fmt.Errorf("%w: %w", ErrUnavailable, e)
 	}
 	return fmt.Errorf("%w: %w", ErrRefused, e)
@@ -95,6 +109,13 @@ func classify(err error) error {
 		return refusal(e)
 	}
 	return transport(err)
+}
+
+// transient tells whether err says nothing about what was asked: another try may do.
+func transient(err error) bool {
+	var e *jetstream.APIError
+	return !errors.As(err, &e) || hasCode(err, codeResources, codeUnavailable, codeNotLeader, codeNoPeers, codeInsufficient, codeMemory, codeStorage,
+		codeNoStream, codeStreamOffline, codeStreamOfflineFor, codeTooMany)
 }
 
 func hasCode(err error, codes ...jetstream.ErrorCode) bool {
@@ -134,7 +155,7 @@ func (q *Queue) publish(ctx context.Context, m *nats.Msg) (uint64, error) {
 
 // call asks the JetStream API for what into.
 func (q *Queue) call(ctx context.Context, what string, request, into any) error {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	data, err := json.Marshal(request)
 	if err != nil {
@@ -206,7 +227,7 @@ func (q *Queue) leaderGet(ctx context.Context, stream string, r getRequest) (*ra
 
 // directLast reads the last message on subject from any replica, so that ErrNotFound may be stale.
 func (q *Queue) directLast(ctx context.Context, stream, subject string) (*raw, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	reply, err := q.nc.RequestWithContext(ctx, apiPrefix+"DIRECT.GET."+stream+"."+subject, nil)
 	if err != nil {
@@ -217,7 +238,7 @@ func (q *Queue) directLast(ctx context.Context, stream, subject string) (*raw, e
 
 // directPage reads up to batch messages on filter from sequence seq on, from any replica. last says that there are none after them.
 func (q *Queue) directPage(ctx context.Context, stream, filter string, seq uint64, batch, maxBytes int) (page []*raw, last bool, err error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	inbox := q.nc.NewInbox()
 	sub, err := q.nc.SubscribeSync(inbox)

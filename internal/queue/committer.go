@@ -82,7 +82,7 @@ func (c *committer) publish(ctx context.Context, e *envelope) (uint64, error) {
 	case <-w.done:
 		return w.seq, w.err
 	case <-ctx.Done(): // it may be in a batch under way
-		return 0, fmt.Errorf("%w: %w", ErrUnavailable, ctx.Err())
+		return 0, transport(ctx.Err())
 	}
 }
 
@@ -135,7 +135,7 @@ func (c *committer) singly(round []*commit) {
 		wg.Go(func() {
 			defer close(w.done)
 			if err := w.ctx.Err(); err != nil { // it has been reported as unanswered: to store it now would surprise
-				w.err = fmt.Errorf("%w: %w", ErrUnavailable, err)
+				w.err = transport(err)
 				return
 			}
 			w.seq, w.err = c.single(w.ctx, w.e)
@@ -158,7 +158,7 @@ func (c *committer) single(ctx context.Context, e *envelope) (uint64, error) {
 		select {
 		case <-time.After(wait):
 		case <-ctx.Done():
-			return 0, fmt.Errorf("%w: %w", ErrUnavailable, ctx.Err())
+			return 0, transport(ctx.Err())
 		}
 	}
 }

@@ -78,17 +78,12 @@ func older(version string, want ...int) bool {
 	return false
 }
 
-// link tells when the connection is there again.
-func (q *Queue) link() <-chan struct{} {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.up
-}
-
 // waitConnected returns once the connection stands, or with ErrUnavailable when ctx ends first.
 func (q *Queue) waitConnected(ctx context.Context) error {
 	for {
-		up := q.link()
+		q.mu.Lock()
+		up := q.up
+		q.mu.Unlock()
 		if q.nc.IsConnected() {
 			return nil
 		}
@@ -98,7 +93,7 @@ func (q *Queue) waitConnected(ctx context.Context) error {
 		select {
 		case <-up:
 		case <-ctx.Done():
-			return fmt.Errorf("%w: not connected: %w", ErrUnavailable, ctx.Err())
+			return fmt.Errorf("%w: not connected", ErrUnavailable)
 		case <-q.stop:
 			return fmt.Errorf("%w: the queue is closed", ErrUnavailable)
 		}
@@ -116,12 +111,18 @@ func (q *Queue) watch() {
 				return // the connection is closed for good
 			}
 			if s != nats.CONNECTED {
+				q.mu.Lock()
+				q.unlink() // ends the calls under way
+				q.mu.Unlock()
 				continue
 			}
 		}
 		q.mu.Lock()
 		close(q.up)
 		q.up = make(chan struct{})
+		if q.link.Err() != nil {
+			q.link, q.unlink = context.WithCancel(q.life)
+		}
 		pullers := make([]*Puller, 0, len(q.pullers))
 		for p := range q.pullers {
 			pullers = append(pullers, p)
@@ -154,8 +155,8 @@ func (q *Queue) repairs() {
 		}
 		q.models.Range(func(_, v any) bool {
 			m := v.(*model)
-			if err := q.ensure(q.life, m, m.epoch.Load()); err != nil && q.life.Err() == nil {
-				// Whoever misses the stream next tries again.
+			if err := q.ensure(q.life, m, m.epoch.Load()); err != nil && q.life.Err() == nil && q.nc.IsConnected() {
+				// Whoever misses the stream next tries again. After another loss of the connection these repairs do.
 				q.log.Warn("repairing a model's streams after a reconnection", "model", m.name, "err", err)
 			}
 			return q.life.Err() == nil

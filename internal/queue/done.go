@@ -20,7 +20,7 @@ func (q *Queue) commitDone(ctx context.Context, e *envelope) (uint64, error) {
 		if !errors.Is(err, errNoStream) || try > 0 {
 			return seq, outward(err)
 		}
-		if err := q.ensureStream(ctx, q.doneConfig()); err != nil {
+		if err := q.ensureStream(ctx, q.doneConfig(), true); err != nil {
 			return 0, err
 		}
 	}
@@ -30,7 +30,7 @@ func (q *Queue) commitDone(ctx context.Context, e *envelope) (uint64, error) {
 // (with the same Token: a repeat of our own write, returned with a nil error). Outcomes without a token are the same if their states are.
 // A LIVE job's Result is not stored. Errors: ErrSettled, ErrFull, ErrRefused, ErrUnavailable.
 func (q *Queue) Settle(ctx context.Context, r *Record) (*Record, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	stored, err := q.settle(ctx, r)
 	if err != nil {
@@ -85,7 +85,7 @@ func (q *Queue) FindOutcome(ctx context.Context, id job.ID) (*Record, error) {
 }
 
 func (q *Queue) outcome(ctx context.Context, subject string, id job.ID) (*Record, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	m, err := q.directLast(ctx, doneStream, subject)
 	if errors.Is(err, ErrNotFound) || errors.Is(err, errNoStream) {
@@ -100,7 +100,7 @@ func (q *Queue) outcome(ctx context.Context, subject string, id job.ID) (*Record
 // Erase replaces the outcome of an ended job by a tombstone without body, metadata and error text, keeping state, times and usage, and the hashes by
 // which a repeated request is known. A tombstone that is there already is no error. ErrNotFound: the job has not ended.
 func (q *Queue) Erase(ctx context.Context, t job.Tenant, group string, id job.ID) error {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	if err := q.erase(ctx, doneSubject(t, group, id)); err != nil {
 		return fmt.Errorf("erasing job %s: %w", id, err)
@@ -219,7 +219,7 @@ func (q *Queue) outcomesPage(ctx context.Context, c jetstream.Consumer, left, ne
 }
 
 func (q *Queue) headersConsumer(ctx context.Context, seq uint64) (jetstream.Consumer, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	c, err := q.js.CreateConsumer(ctx, doneStream, jetstream.ConsumerConfig{
 		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: seq,
@@ -245,7 +245,7 @@ type doneState struct {
 
 // Healthy returns nil if JetStream answers and DONE can be read.
 func (q *Queue) Healthy(ctx context.Context) error {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	var s doneState
 	err := q.call(ctx, "STREAM.INFO."+doneStream, struct{}{}, &s)

@@ -62,7 +62,8 @@ func newServer(t testing.TB) *server {
 func connect(t testing.TB, s nats.InProcessConnProvider) *nats.Conn {
 	t.Helper()
 	nc, err := nats.Connect("", nats.InProcessServer(s), nats.ReconnectBufSize(-1), nats.MaxReconnects(-1),
-		nats.ReconnectWait(20*time.Millisecond), nats.ReconnectJitter(0, 0))
+		nats.ReconnectWait(20*time.Millisecond), nats.ReconnectJitter(0, 0),
+		nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) {})) // the default one prints
 	if err != nil {
 		t.Fatal(err)
 	}

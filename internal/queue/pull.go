@@ -63,7 +63,7 @@ type pull struct {
 
 // Puller creates the consumer if needed.
 func (q *Queue) Puller(ctx context.Context, cfg PullerConfig) (*Puller, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	m := q.model(cfg.Model)
 	p := &Puller{
@@ -291,7 +291,7 @@ func (p *Puller) recover(l *pull, gone, pause bool) {
 		ctx, cancel := context.WithDeadline(p.q.life, l.deadline)
 		defer cancel()
 		err := p.ensure(ctx, l.epoch, gone)
-		if err != nil && p.q.life.Err() == nil {
+		if err != nil && p.q.life.Err() == nil && p.q.nc.IsConnected() {
 			// The next pull finds the same and tries again.
 			p.q.log.Warn("making sure of a consumer", "stream", p.stream, "consumer", p.consumer, "err", err)
 		}

@@ -142,7 +142,9 @@ type Queue struct {
 	repair  chan struct{} // holds one element while the models are to be made sure of
 
 	mu      sync.Mutex
-	up      chan struct{} // closed and replaced at each reconnection
+	up      chan struct{}   // closed and replaced at each reconnection
+	link    context.Context // ends when the connection is lost; replaced at each reconnection
+	unlink  context.CancelFunc
 	pullers map[*Puller]struct{}
 	closed  bool
 }
@@ -165,7 +167,8 @@ func Open(ctx context.Context, nc *nats.Conn, cfg Config, log *slog.Logger) (*Qu
 	}
 	q.commit = &committer{q: q, js: js, lines: map[string]*line{}}
 	q.life, q.end = context.WithCancel(context.WithoutCancel(ctx)) // the repairs go on when the opening is over
-	q.status = nc.StatusChanged(nats.CONNECTED)
+	q.link, q.unlink = context.WithCancel(q.life)
+	q.status = nc.StatusChanged(nats.CONNECTED, nats.RECONNECTING, nats.CLOSED)
 	q.running.Go(q.watch)
 	q.running.Go(q.repairs)
 	if err := q.open(ctx); err != nil {
@@ -175,16 +178,33 @@ func Open(ctx context.Context, nc *nats.Conn, cfg Config, log *slog.Logger) (*Qu
 	return q, nil
 }
 
+// open tries until ctx ends: a server that has just started refuses for a while, and a cluster without a leader does not answer at all.
 func (q *Queue) open(ctx context.Context) error {
-	ctx, cancel := bound(ctx)
-	defer cancel()
-	if err := q.waitConnected(ctx); err != nil {
-		return err
+	if _, has := ctx.Deadline(); !has {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, defaultTimeout)
+		defer cancel()
 	}
-	if err := checkServer(q.nc, q.log); err != nil {
-		return err
+	const perTry, pause = 2 * time.Second, 100 * time.Millisecond
+	for {
+		err := q.waitConnected(ctx)
+		if err == nil {
+			err = checkServer(q.nc, q.log)
+		}
+		if err == nil {
+			try, cancel := context.WithTimeout(ctx, perTry)
+			err = q.ensureStream(try, q.doneConfig(), false)
+			cancel()
+		}
+		if !errors.Is(err, ErrUnavailable) {
+			return err
+		}
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+			return err
+		}
 	}
-	return q.ensureStream(ctx, q.doneConfig())
 }
 
 // Close stops the committer after what it holds is stored. Pullers are to be closed before.

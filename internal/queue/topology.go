@@ -30,6 +30,8 @@ const (
 	maxConsumers = 100_000
 	// laneThreshold is how long a worker's consumer stays without a pull.
 	laneThreshold = 15 * time.Minute
+	// deletionPause is what a server is given to finish the deletion of a stream.
+	deletionPause = 300 * time.Millisecond
 )
 
 // model is what this process knows of one model's streams. Its names are computed once.
@@ -128,19 +130,19 @@ func (q *Queue) EnsureModel(ctx context.Context, name job.Model) error {
 
 // ensure makes sure of the model's streams and consumers, unless somebody has since the caller read seen from m.epoch.
 func (q *Queue) ensure(ctx context.Context, m *model, seen uint64) error {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	select {
 	case m.ensuring <- struct{}{}:
 	case <-ctx.Done():
-		return fmt.Errorf("ensuring model %s: %w: %w", m.name, ErrUnavailable, ctx.Err())
+		return fmt.Errorf("ensuring model %s: %w", m.name, transport(ctx.Err()))
 	}
 	defer func() { <-m.ensuring }()
 	if m.ok.Load() && m.epoch.Load() != seen {
 		return nil
 	}
 	for _, k := range []Kind{Work, Live} {
-		if err := q.ensureStream(ctx, q.streamConfig(k, m)); err != nil {
+		if err := q.ensureStream(ctx, q.streamConfig(k, m), m.epoch.Load() > 0); err != nil {
 			return fmt.Errorf("ensuring model %s: %w", m.name, err)
 		}
 		for _, c := range job.Classes() {
@@ -155,7 +157,9 @@ func (q *Queue) ensure(ctx context.Context, m *model, seen uint64) error {
 }
 
 // ensureStream creates a stream, or changes what an existing one has otherwise. What cannot be changed is ErrSettings.
-func (q *Queue) ensureStream(ctx context.Context, want jetstream.StreamConfig) error {
+// known says that this process has seen the stream: if it is missing it has been deleted just now. Then its folder may still be in deletion, and would take
+// the new stream's files along.
+func (q *Queue) ensureStream(ctx context.Context, want jetstream.StreamConfig, known bool) error {
 	for try := 0; ; try++ {
 		s, err := q.js.Stream(ctx, want.Name)
 		switch {
@@ -170,8 +174,15 @@ func (q *Queue) ensureStream(ctx context.Context, want jetstream.StreamConfig) e
 		case !hasCode(err, codeNoStream):
 			return fmt.Errorf("reading stream %s: %w", want.Name, outward(classify(err)))
 		}
-		_, err = q.js.CreateStream(ctx, want)
-		if err == nil {
+		if known && want.Storage == jetstream.FileStorage {
+			q.log.Error("a stream is gone: making it anew", "stream", want.Name)
+			select {
+			case <-time.After(deletionPause):
+			case <-ctx.Done():
+				return fmt.Errorf("creating stream %s: %w", want.Name, transport(ctx.Err()))
+			}
+		}
+		if _, err = q.js.CreateStream(ctx, want); err == nil {
 			return nil
 		}
 		if try > 0 || !hasCode(err, codeNameInUse) { // another process, with other settings, was quicker
@@ -243,8 +254,8 @@ func (q *Queue) migrateStream(ctx context.Context, have, want jetstream.StreamCo
 		q.log.Info("stream settings changed", "stream", want.Name, "settings", fmt.Sprint(diff))
 		return nil
 	}
-	if e := classify(err); !errors.Is(e, ErrRefused) {
-		return fmt.Errorf("updating stream %s: %w", want.Name, outward(e))
+	if transient(err) {
+		return fmt.Errorf("updating stream %s: %w", want.Name, outward(classify(err)))
 	}
 	return settingsError("stream "+want.Name, diff, err)
 }
@@ -255,15 +266,18 @@ func (q *Queue) ensureConsumer(ctx context.Context, stream string, want jetstrea
 		return nil
 	}
 	what := "consumer " + want.Durable + " of stream " + stream
-	if e := classify(err); !errors.Is(e, ErrRefused) {
-		return fmt.Errorf("ensuring %s: %w", what, outward(e))
-	}
-	c, infoErr := q.js.Consumer(ctx, stream, want.Durable)
-	if infoErr != nil { // it is not this consumer that is in the way
+	if hasCode(err, codeFilterTaken) { // another consumer is in the way
 		return fmt.Errorf("%w: %s: %w", ErrSettings, what, err)
 	}
+	if transient(err) {
+		return fmt.Errorf("ensuring %s: %w", what, outward(classify(err)))
+	}
+	c, infoErr := q.js.Consumer(ctx, stream, want.Durable)
+	if infoErr != nil {
+		return fmt.Errorf("ensuring %s: %w", what, outward(classify(err)))
+	}
 	have := c.CachedInfo().Config
-	return settingsError(what, differing([]setting{
+	diff := differing([]setting{
 		{"filter_subject", have.FilterSubject, want.FilterSubject},
 		{"deliver_policy", have.DeliverPolicy, want.DeliverPolicy},
 		{"ack_policy", have.AckPolicy, want.AckPolicy},
@@ -275,12 +289,16 @@ func (q *Queue) ensureConsumer(ctx context.Context, stream string, want jetstrea
 		{"inactive_threshold", have.InactiveThreshold, want.InactiveThreshold},
 		{"priority_policy", have.PriorityPolicy, want.PriorityPolicy},
 		{"priority_groups", have.PriorityGroups, want.PriorityGroups},
-	}), err)
+	})
+	if len(diff) == 0 {
+		return fmt.Errorf("ensuring %s: %w", what, outward(classify(err)))
+	}
+	return settingsError(what, diff, err)
 }
 
 // Models lists the models that have a WORK stream, by their real names (kept in the streams' metadata).
 func (q *Queue) Models(ctx context.Context) ([]job.Model, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	var models []job.Model
 	list := q.js.ListStreams(ctx, jetstream.WithStreamListSubject("work.>"))
@@ -298,7 +316,7 @@ func (q *Queue) Models(ctx context.Context) ([]job.Model, error) {
 
 // DeleteLane deletes the consumers of a worker that is gone, and moves nothing.
 func (q *Queue) DeleteLane(ctx context.Context, name job.Model, w job.Worker) error {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	m := q.model(name)
 	for _, k := range []Kind{Work, Live} {

@@ -18,7 +18,7 @@ const (
 
 // store publishes a job's message: WORK by the committer, LIVE at once, for memory needs no sync. Missing streams are made, once.
 func (q *Queue) store(ctx context.Context, k Kind, m *model, e *envelope) error {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	for try := 0; ; try++ {
 		seen := m.epoch.Load()
@@ -64,7 +64,7 @@ func (m *model) copies(k Kind, id job.ID) string { return m.prefix(k) + "*.*." +
 
 // Find looks for the job's message in a WORK stream: in model's if it is not "", else in all. The leader answers. Several copies: the one in AnyLane.
 func (q *Queue) Find(ctx context.Context, name job.Model, id job.ID) (*Stored, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	names := []job.Model{name}
 	if name == "" {
@@ -107,7 +107,7 @@ func (q *Queue) findIn(ctx context.Context, m *model, id job.ID) (*Stored, error
 
 // Remove deletes every copy of the job's message from the model's stream of that kind; none is no error.
 func (q *Queue) Remove(ctx context.Context, kind Kind, name job.Model, id job.ID) error {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	m := q.model(name)
 	for {
@@ -131,7 +131,7 @@ func (q *Queue) Move(ctx context.Context, s *Stored, to Lane) error {
 	if s.Lane == to {
 		return nil
 	}
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	if err := q.move(ctx, s, to); err != nil {
 		return fmt.Errorf("moving job %s to lane %s: %w", s.Job.ID, to, err)
@@ -240,7 +240,7 @@ type Depth struct {
 // Depth reads the counts of a model's stream. Its numbers are read one after the other, so a job on its way may be counted twice or not at all.
 // While nothing waits in worker and tenant lanes it costs four short requests; else the stream's subjects are listed too.
 func (q *Queue) Depth(ctx context.Context, kind Kind, name job.Model) (Depth, error) {
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	m := q.model(name)
 	d := Depth{
@@ -320,7 +320,7 @@ func (q *Queue) NakSubject(ctx context.Context, ackSubject string, delay time.Du
 	if !strings.HasPrefix(ackSubject, ackPrefix) {
 		return fmt.Errorf("handing back a delivery: %q is not an ack subject", ackSubject)
 	}
-	ctx, cancel := bound(ctx)
+	ctx, cancel := q.bound(ctx)
 	defer cancel()
 	err := q.nc.Publish(ackSubject, nakText(delay))
 	if err == nil {
