@@ -350,8 +350,8 @@ func parseError(data []byte) *job.Error {
 		Error  json.RawMessage `json:"error"`
 		Object json.RawMessage `json:"object"`
 	}
-	if err := json.Unmarshal(data, &outer); err != nil {
-		return nil
+	if json.Unmarshal(data, &outer) != nil {
+		return nil //nolint:nilerr // it returns no error but what it read: text that is no JSON object is no engine's error object
 	}
 	var d struct {
 		Message string          `json:"message"`

@@ -53,7 +53,7 @@ func (e *Engine) Call(ctx context.Context, r Request) (*Response, error) {
 	if r.ID != "" {
 		req.Header.Set("X-Request-Id", string(r.ID))
 	}
-	resp, err := e.do(req)
+	resp, err := e.do(req) //nolint:bodyclose // the Response has it, and its caller closes it
 	if err != nil {
 		cancel()
 		return nil, err

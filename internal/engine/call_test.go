@@ -115,7 +115,7 @@ func TestTheHeadOfAnAnswer(t *testing.T) {
 				w.Header().Set("Content-Type", "application/problem")
 				w.WriteHeader(http.StatusTooManyRequests)
 			})
-			if r.StatusCode != 429 || r.ContentType != "application/problem" || r.RetryAfter < tc.from || r.RetryAfter > tc.to {
+			if r.StatusCode != http.StatusTooManyRequests || r.ContentType != "application/problem" || r.RetryAfter < tc.from || r.RetryAfter > tc.to {
 				t.Errorf("%d %q, retry after %s; want 429 application/problem and %s to %s", r.StatusCode, r.ContentType, r.RetryAfter, tc.from, tc.to)
 			}
 		})

@@ -91,11 +91,11 @@ func (p *Process) Run(ctx context.Context) error {
 	wait := backoff.NewExponentialBackOff()
 	wait.InitialInterval, wait.MaxInterval, wait.Multiplier = p.cfg.MinRestart, p.cfg.MaxRestart, 2
 	wait.Reset()
-	for {
+	for ctx.Err() == nil {
 		started := time.Now()
 		err := p.runOnce(ctx)
 		if ctx.Err() != nil {
-			return nil
+			break
 		}
 		ran := time.Since(started)
 		if err == nil {
@@ -114,10 +114,10 @@ func (p *Process) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			timer.Stop()
-			return nil
 		case <-timer.C:
 		}
 	}
+	return nil //nolint:nilerr // to be told to stop is no error
 }
 
 // runOnce starts the engine and returns how it ended: by itself, or stopped because ctx ended. Nothing of its group lives on.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"iter"
 	"strconv"
+	"strings"
 )
 
 // The scanner walks JSON text that json.Valid has passed, without spaces around it, so it needs no syntax checks of its own. What it yields are parts of that text.
@@ -104,7 +105,7 @@ func skipValue(raw []byte, i int) int {
 		case ' ', '\t', '\n', '\r', ',', ':':
 			i++
 		default: // a number, true, false or null: it ends where the text around it goes on
-			for i < len(raw) && bytes.IndexByte([]byte(",:]} \t\n\r"), raw[i]) < 0 {
+			for i < len(raw) && strings.IndexByte(",:]} \t\n\r", raw[i]) < 0 {
 				i++
 			}
 		}

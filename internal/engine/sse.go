@@ -206,14 +206,11 @@ func (r *eventReader) fill() error {
 		r.buf = grown
 	}
 	for range 100 {
-		n, err := r.src.Read(r.buf[r.end:])
+		var n int
+		n, r.err = r.src.Read(r.buf[r.end:])
 		r.end += n
-		r.err = err
-		if n > 0 {
-			return nil
-		}
-		if err != nil {
-			return nil // look once more: a CR that came last is now known to be alone
+		if n > 0 || r.err != nil {
+			return nil //nolint:nilerr // the caller looks once more first: a CR that came last is now known to be alone
 		}
 	}
 	return fmt.Errorf("%w: %w", ErrUnreachable, io.ErrNoProgress)
