@@ -29,7 +29,7 @@ var passing = []string{
 // wrap says what was being done, and makes err an ErrUnavailable unless it is the caller's or the command's fault.
 func wrap(err error, format string, args ...any) error {
 	what := fmt.Sprintf(format, args...)
-	if unavailable(err) {
+	if !errors.Is(err, ErrUnavailable) && unavailable(err) {
 		return fmt.Errorf("%s: %w: %w", what, ErrUnavailable, err)
 	}
 	return fmt.Errorf("%s: %w", what, err)

@@ -74,11 +74,14 @@ func (s *Store) RestoreQueued(ctx context.Context, jobs []QueuedJob) error {
 	return s.restore(ctx, all)
 }
 
-// RestoreEnded writes records of ended jobs where there is none.
+// RestoreEnded writes records of ended jobs where there is none, but for those whose outcome is erased.
 func (s *Store) RestoreEnded(ctx context.Context, jobs []EndedJob) error {
 	all := make([]creation, 0, len(jobs))
 	for i := range jobs {
 		o := &jobs[i].Outcome
+		if o.Erased {
+			continue
+		}
 		text, err := encode(o)
 		if err != nil {
 			return err

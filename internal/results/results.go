@@ -2,9 +2,9 @@ package results
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
+	"strings"
 	"sync"
 	"time"
 
@@ -49,7 +49,7 @@ type Store struct {
 }
 
 // Open connects, loads the scripts, and reads maxmemory-policy: other than noeviction is refused with a message that says what to set
-// (a server that hides CONFIG gets one warning).
+// (a server that hides its settings gets one warning). A server that does not answer is ErrUnavailable.
 func Open(ctx context.Context, cfg Config, log *slog.Logger) (*Store, error) {
 	cfg, err := cfg.withDefaults()
 	if err != nil {
@@ -113,21 +113,23 @@ func (s *Store) begin(ctx context.Context) error {
 }
 
 // checkPolicy refuses servers that may drop keys when memory runs out: a record that vanishes silently is worse than a write that is refused.
+// INFO tells the policy also where CONFIG is forbidden.
 func (s *Store) checkPolicy(ctx context.Context) error {
 	check := func(ctx context.Context, node *redis.Client) error {
-		got, err := node.ConfigGet(ctx, "maxmemory-policy").Result()
-		var answer redis.Error
+		info, err := node.Info(ctx, "memory").Result()
 		switch {
-		case redis.HasErrorPrefix(err, "unknown command"): // the embedded store has no CONFIG, and evicts nothing
+		case redis.HasErrorPrefix(err, "section"): // the embedded store has no such section, and evicts nothing
 			return nil
-		case errors.As(err, &answer) && !redis.IsLoadingError(err):
+		case redis.IsPermissionError(err) || redis.HasErrorPrefix(err, "unknown command"):
 			s.log.Warn("the result store hides its settings: make sure that its maxmemory-policy is noeviction", "err", err)
 			return nil
 		case err != nil:
 			return wrap(err, "reading maxmemory-policy")
 		}
-		if p := got["maxmemory-policy"]; p != "" && p != "noeviction" {
-			return fmt.Errorf("Redis has maxmemory-policy %q and would drop job records when its memory is full: set `maxmemory-policy noeviction` (CONFIG SET, and in redis.conf)", p)
+		_, policy, _ := strings.Cut(info, "\nmaxmemory_policy:")
+		policy, _, _ = strings.Cut(policy, "\r")
+		if policy != "noeviction" {
+			return fmt.Errorf("its maxmemory-policy is %q, so it would drop job records when its memory is full: set `maxmemory-policy noeviction` (CONFIG SET, and in redis.conf)", policy)
 		}
 		return nil
 	}

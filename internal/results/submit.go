@@ -62,9 +62,8 @@ type creation struct {
 
 // standing is how a record stands after a creation.
 type standing struct {
-	state   job.State
-	since   job.Millis
-	written bool
+	state job.State
+	since job.Millis
 }
 
 // create writes index entries, then records. If we crash in between, entries are left that lead nowhere: List skips them, and of the live ones the dispatcher asks, finds
@@ -95,10 +94,10 @@ func (s *Store) create(ctx context.Context, all ...creation) ([]standing, error)
 	stand := make([]standing, 0, len(all))
 	for _, a := range answers {
 		list, ok := a.([]any)
-		if !ok || len(list) != 3 {
+		if !ok || len(list) != 2 {
 			return nil, fmt.Errorf("%w: %v", errAnswer, a)
 		}
-		stand = append(stand, standing{state: job.State(text(list[0])), since: job.Millis(number(list[1])), written: number(list[2]) == 1})
+		stand = append(stand, standing{state: job.State(text(list[0])), since: job.Millis(number(list[1]))})
 	}
 	return stand, nil
 }
