@@ -1,12 +1,16 @@
 // Package blob keeps large bytes by name: request bodies and answers that do not fit a message.
+//
+// An object is visible only once all of it is durable, and its bytes are checked against a SHA-256 digest when they are read: a reader gets the whole
+// object or an error, never less with success. Names are meant to be used once: of two Puts of one name at a time either may stay, whole.
 package blob
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
+	"fmt"
+	"hash"
 	"io"
-
-	"github.com/nats-io/nats.go"
 )
 
 // Errors that callers branch on.
@@ -38,8 +42,39 @@ type Info struct {
 	Time int64 // unix milliseconds
 }
 
-// OpenJetStream keeps objects in the JetStream Object Store bucket "blobs", created with replicas if missing.
-func OpenJetStream(ctx context.Context, nc *nats.Conn, replicas int) (Store, error) { panic("blob") }
+// maxName bounds an object's name in bytes.
+const maxName = 200
 
-// OpenDir keeps objects as files below dir: written to a temporary name, synced, renamed, and the folder synced.
-func OpenDir(dir string) (Store, error) { panic("blob") }
+func checkName(name string) error {
+	if name == "" || len(name) > maxName {
+		return fmt.Errorf("an object's name has %d bytes, must have 1 to %d", len(name), maxName)
+	}
+	return nil
+}
+
+// verifier hands out the bytes of r and ends with io.EOF only if there were size of them with that digest.
+type verifier struct {
+	name   string
+	r      io.Reader
+	sum    hash.Hash
+	left   int64
+	digest [sha256.Size]byte
+}
+
+func newVerifier(name string, r io.Reader, size int64, digest []byte) *verifier {
+	v := &verifier{name: name, r: r, sum: sha256.New(), left: size}
+	copy(v.digest[:], digest)
+	return v
+}
+
+func (v *verifier) Read(p []byte) (int, error) {
+	n, err := v.r.Read(p)
+	v.sum.Write(p[:n])
+	v.left -= int64(n)
+	if errors.Is(err, io.EOF) || v.left < 0 {
+		if v.left != 0 || [sha256.Size]byte(v.sum.Sum(nil)) != v.digest {
+			return n, fmt.Errorf("reading object %s: %w", v.name, ErrCorrupt)
+		}
+	}
+	return n, err
+}
