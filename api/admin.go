@@ -1,0 +1,227 @@
+package api
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/labstack/echo/v4"
+
+	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/results"
+)
+
+// workerObject is a worker as operators see it.
+type workerObject struct {
+	ID      string `json:"id"`
+	Object  string `json:"object"`
+	Version string `json:"version"`
+	Host    string `json:"host"`
+	// StartedAt and HeardAt are unix seconds.
+	StartedAt float64 `json:"started_at"`
+	HeardAt   float64 `json:"heard_at"`
+	cluster.WorkerInfo
+}
+
+// adminWorkers answers GET /admin/v1/workers.
+func (s *Server) adminWorkers(c echo.Context) error {
+	var workers []workerObject
+	for _, m := range s.deps.Cluster.Workers("") {
+		if m.Worker == nil {
+			continue
+		}
+		workers = append(workers, workerObject{
+			ID: m.ID, Object: "worker", Version: m.Version, Host: m.Host, StartedAt: job.Millis(m.Started).Seconds(),
+			HeardAt: job.MillisOf(m.Heard).Seconds(), WorkerInfo: *m.Worker,
+		})
+	}
+	slices.SortFunc(workers, func(a, b workerObject) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID)) })
+	return writeJSON(c, http.StatusOK, newList(workers, func(w workerObject) string { return w.ID }, false))
+}
+
+// modelQueueObject is one model's queue as operators see it.
+type modelQueueObject struct {
+	Model  job.Model `json:"model"`
+	Object string    `json:"object"`
+	// Waiting counts the jobs that any worker may take, by class; WaitingLines those in each tenant's line; Running those that workers have.
+	Waiting      map[job.Class]int  `json:"waiting"`
+	WaitingLines map[job.Tenant]int `json:"waiting_lines"`
+	Running      int                `json:"running"`
+	// RunningTokens is what running jobs hold of the workers' KV caches, CapacityTokens what these can hold.
+	RunningTokens  job.Tokens `json:"running_tokens"`
+	CapacityTokens job.Tokens `json:"capacity_tokens"`
+	// WorkFill is the share of the stream's limit in use, 0..1.
+	WorkFill float64 `json:"work_fill"`
+	// JobsPerSecond is how fast the model's jobs end lately.
+	JobsPerSecond float64                     `json:"jobs_per_second"`
+	Workers       map[cluster.WorkerState]int `json:"workers"`
+	// Reason is the first thing that keeps jobs waiting; null if none wait.
+	Reason *string `json:"reason"`
+}
+
+// adminQueues answers GET /admin/v1/queues: by the leading dispatcher's word, or, without one, by a look of our own.
+func (s *Server) adminQueues(c echo.Context) error {
+	ctx, cancel := context.WithTimeout(c.Request().Context(), storeTimeout)
+	defer cancel()
+	models := make(map[job.Model]bool)
+	for _, k := range s.deps.Cluster.Known() {
+		models[k.Model] = true
+	}
+	held, err := s.deps.Queue.Models(ctx)
+	if err != nil {
+		return fmt.Errorf("listing the models that have work: %w", err)
+	}
+	for _, m := range held {
+		models[m] = true
+	}
+	queues := make([]modelQueueObject, 0, len(models))
+	for m := range models {
+		q, err := s.modelQueue(ctx, m)
+		if err != nil {
+			return err
+		}
+		queues = append(queues, q)
+	}
+	slices.SortFunc(queues, func(a, b modelQueueObject) int { return cmp.Compare(a.Model, b.Model) })
+	return writeJSON(c, http.StatusOK, newList(queues, func(q modelQueueObject) string { return string(q.Model) }, false))
+}
+
+func (s *Server) modelQueue(ctx context.Context, m job.Model) (modelQueueObject, error) {
+	q := modelQueueObject{
+		Model: m, Object: "queue", Waiting: make(map[job.Class]int), WaitingLines: make(map[job.Tenant]int),
+		JobsPerSecond: s.pace.of(m), Workers: make(map[cluster.WorkerState]int),
+	}
+	for _, st := range []cluster.WorkerState{cluster.Ready, cluster.Starting, cluster.Draining, cluster.Stalled, cluster.Unready} {
+		q.Workers[st] = 0
+	}
+	workers := s.deps.Cluster.Workers(m)
+	for _, w := range workers {
+		if w.Worker != nil {
+			q.Workers[w.Worker.State]++
+			q.CapacityTokens += w.Worker.Capacity
+			q.RunningTokens += max(0, w.Worker.Capacity-w.Worker.Free)
+		}
+	}
+	if info, ok := s.queueInfo(m); ok {
+		q.Running, q.WorkFill = info.Running, info.WorkFill
+		for class, n := range info.Waiting {
+			q.Waiting[class] += n
+		}
+		for t, n := range info.WaitingLines {
+			q.WaitingLines[t] += n
+		}
+	} else if err := s.lookAtQueue(ctx, m, &q); err != nil {
+		return q, err
+	}
+	for _, class := range job.Classes() {
+		q.Waiting[class] += 0 // each class has its number
+	}
+	waiting := 0
+	for _, n := range q.Waiting {
+		waiting += n
+	}
+	for _, n := range q.WaitingLines {
+		waiting += n
+	}
+	if waiting > 0 {
+		reason := blocking(workers)
+		q.Reason = &reason
+	}
+	return q, nil
+}
+
+// lookAtQueue counts what the model's two streams hold.
+func (s *Server) lookAtQueue(ctx context.Context, m job.Model, q *modelQueueObject) error {
+	for _, kind := range []queue.Kind{queue.Work, queue.Live} {
+		d, err := s.deps.Queue.Depth(ctx, kind, m)
+		if errors.Is(err, queue.ErrNotFound) {
+			continue // a model that nobody has asked yet
+		}
+		if err != nil {
+			return fmt.Errorf("counting the jobs of %q: %w", m, err)
+		}
+		for class, n := range d.Waiting {
+			q.Waiting[class] += n
+		}
+		for _, n := range d.Delivered {
+			q.Running += n
+		}
+		for lane, n := range d.TenantLanes {
+			q.WaitingLines[job.Tenant(strings.TrimPrefix(string(lane), string(queue.TenantLane(""))))] += n
+		}
+		if kind == queue.Work && d.MaxBytes > 0 {
+			q.WorkFill = float64(d.Bytes) / float64(d.MaxBytes)
+		}
+	}
+	return nil
+}
+
+// maxOldJobs bounds the listing of jobs that run for long.
+const maxOldJobs = 1000
+
+// adminJobs answers GET /admin/v1/jobs: the jobs whose running attempt is older than ?older_than=, by default twice the usual bound of one, oldest first. It is how work that is stuck is found.
+func (s *Server) adminJobs(c echo.Context) error {
+	age := 2 * s.cfg.DefaultRunTimeout
+	if text := c.QueryParam("older_than"); text != "" {
+		d, err := time.ParseDuration(text)
+		if err != nil || d < 0 {
+			return invalid("older_than", job.CodeInvalidValue, "older_than is %q: it must be a length of time like 2h.", clip(text))
+		}
+		age = d
+	}
+	ctx, cancel := context.WithTimeout(c.Request().Context(), 5*storeTimeout)
+	defer cancel()
+	records, err := s.running(ctx, s.deps.Results.Now()-job.Millis(age.Milliseconds()))
+	if err != nil {
+		return err
+	}
+	slices.SortFunc(records, func(a, b *results.Record) int { return cmp.Compare(runningSince(a), runningSince(b)) })
+	more := len(records) > maxOldJobs
+	objects := make([]*jobObject, 0, min(len(records), maxOldJobs))
+	for _, r := range records[:min(len(records), maxOldJobs)] {
+		objects = append(objects, s.render(viewOfRecord(r)))
+	}
+	return writeJSON(c, http.StatusOK, newList(objects, func(o *jobObject) string { return string(o.ID) }, more))
+}
+
+// running lists the jobs whose running attempt began before `before`: among those that workers have claimed.
+func (s *Server) running(ctx context.Context, before job.Millis) ([]*results.Record, error) {
+	holders, err := s.deps.Results.Holders(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("listing the workers that hold jobs: %w", err)
+	}
+	var old []*results.Record
+	for _, w := range holders {
+		ids, err := s.deps.Results.Held(ctx, w)
+		if err != nil {
+			return nil, fmt.Errorf("listing the jobs of worker %s: %w", w, err)
+		}
+		for _, id := range ids {
+			r, err := s.deps.Results.Get(ctx, id)
+			if errors.Is(err, results.ErrNotFound) {
+				continue // it ended meanwhile
+			}
+			if err != nil {
+				return nil, fmt.Errorf("reading job %s: %w", id, err)
+			}
+			if r.State == job.Running && r.Worker == w && runningSince(r) <= before {
+				old = append(old, r)
+			}
+		}
+	}
+	return old, nil
+}
+
+func runningSince(r *results.Record) job.Millis {
+	if n := len(r.Attempts); n > 0 {
+		return r.Attempts[n-1].Started
+	}
+	return 0
+}

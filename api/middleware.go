@@ -1,0 +1,152 @@
+package api
+
+import (
+	"fmt"
+	"net/http"
+	"os"
+	"runtime/debug"
+	"strings"
+	"time"
+
+	"github.com/labstack/echo/v4"
+
+	"github.com/millrace/millrace/internal/job"
+)
+
+// Names of headers.
+const (
+	headerRequestID  = "X-Request-Id"
+	headerRetryAfter = "Retry-After"
+	headerJob        = "X-Millrace-Job"
+	headerPriority   = "X-Millrace-Priority"
+	headerSession    = "X-Millrace-Session"
+	headerRetryCount = "X-Stainless-Retry-Count"
+	headerKey        = "Idempotency-Key"
+)
+
+// headAsGet answers HEAD as GET, whose body the HTTP server leaves out. An event stream has no head worth asking for.
+func headAsGet(next echo.HandlerFunc) echo.HandlerFunc {
+	return func(c echo.Context) error {
+		if r := c.Request(); r.Method == http.MethodHead && !strings.HasSuffix(r.URL.Path, "/events") {
+			r = r.WithContext(r.Context())
+			r.Method = http.MethodGet
+			c.SetRequest(r)
+		}
+		return next(c)
+	}
+}
+
+// identify gives the request its id and its answer a writer that cuts clients which do not read.
+func (s *Server) identify(next echo.HandlerFunc) echo.HandlerFunc {
+	return func(c echo.Context) error {
+		s.handlers.Add(1)
+		defer s.handlers.Done()
+		id := c.Request().Header.Get(headerRequestID)
+		if !saneID(id) {
+			id = job.NewName("req_", time.Now())
+		}
+		c.Response().Header().Set(headerRequestID, id)
+		w := c.Response().Writer
+		c.Response().Writer = &patientWriter{ResponseWriter: w, control: http.NewResponseController(w), patience: s.cfg.WriteTimeout}
+		return next(c)
+	}
+}
+
+// saneID tells whether a client's request id can be sent back as it is.
+func saneID(id string) bool {
+	if id == "" || len(id) > 128 {
+		return false
+	}
+	return strings.IndexFunc(id, func(r rune) bool {
+		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && !strings.ContainsRune("-_.:", r)
+	}) < 0
+}
+
+// patientWriter gives each write its own time: the server has no time-out for a whole answer, since a stream may last for hours.
+type patientWriter struct {
+	http.ResponseWriter
+	control  *http.ResponseController
+	patience time.Duration
+}
+
+func (w *patientWriter) WriteHeader(status int) {
+	w.extend()
+	w.ResponseWriter.WriteHeader(status)
+}
+
+func (w *patientWriter) Write(b []byte) (int, error) {
+	w.extend()
+	return w.ResponseWriter.Write(b)
+}
+
+// FlushError makes the writer one that http.ResponseController can flush.
+func (w *patientWriter) FlushError() error {
+	w.extend()
+	return w.control.Flush()
+}
+
+// Unwrap lets http.ResponseController reach the connection.
+func (w *patientWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+// serverWriter is the server's own writer behind w.
+func serverWriter(w http.ResponseWriter) http.ResponseWriter {
+	if p, ok := w.(*patientWriter); ok {
+		return p.ResponseWriter
+	}
+	return w
+}
+
+// extend moves the connection's write deadline. It stays in force after the answer, and the next answer on the connection moves it again before it writes.
+func (w *patientWriter) extend() {
+	_ = w.control.SetWriteDeadline(time.Now().Add(w.patience)) // what has no deadlines (a recorder in a test) does not block either
+}
+
+// observe counts the request and times it, and writes the error object of one that failed.
+func (s *Server) observe(next echo.HandlerFunc) echo.HandlerFunc {
+	return func(c echo.Context) error {
+		start := time.Now()
+		if err := next(c); err != nil {
+			c.Error(err)
+		}
+		s.metrics.request(route(c), c.Request().Method, c.Response().Status, time.Since(start))
+		return nil
+	}
+}
+
+// route is the matched route's template, so that labels and logs hold no ids.
+func route(c echo.Context) string {
+	if p := c.Path(); p != "" {
+		return p
+	}
+	return "unmatched"
+}
+
+// recoverPanic answers a bug in a handler with an error object and logs its stack.
+func (s *Server) recoverPanic(next echo.HandlerFunc) echo.HandlerFunc {
+	return func(c echo.Context) (err error) {
+		defer func() {
+			p := recover()
+			if p == nil {
+				return
+			}
+			if p == http.ErrAbortHandler { //nolint:errorlint // a sentinel by identity
+				panic(p)
+			}
+			s.metrics.panics.Inc()
+			s.log.Error("a handler panicked", "route", route(c), "request", c.Response().Header().Get(headerRequestID), "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+			if c.Response().Committed {
+				panic(http.ErrAbortHandler) // a cut answer must not look whole
+			}
+			err = fmt.Errorf("a handler panicked: %v", p)
+		}()
+		return next(c)
+	}
+}
+
+func hostname() string {
+	name, err := os.Hostname()
+	if err != nil {
+		return ""
+	}
+	return name
+}

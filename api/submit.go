@@ -1,0 +1,259 @@
+package api
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/labstack/echo/v4"
+
+	"github.com/millrace/millrace/internal/blob"
+	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/results"
+)
+
+// submission is a durable job that wants to enter.
+type submission struct {
+	// job is complete but for its id, times and body reference.
+	job  job.Job
+	body []byte
+	lane queue.Lane
+	// deadline is the length of time from Created to Expires.
+	deadline time.Duration
+	dedupe
+}
+
+// dedupe tells which earlier submit a new one may repeat.
+type dedupe struct {
+	// key is the hash under which the submit is known, "" for none; hash is that of what it asks.
+	key, hash string
+	// implied: the client sent no key of its own, and the key stands for its body alone. Such a submit repeats an earlier one only if it says that it is a retry.
+	implied, retry bool
+}
+
+// impliedWindow is for how long a retry without a key finds the submit that it repeats.
+const impliedWindow = 10 * time.Minute
+
+// maxKey bounds an idempotency key in bytes.
+const maxKey = 255
+
+// dedupeOf reads the request's headers. body is the whole request's.
+func dedupeOf(c echo.Context, body []byte) (dedupe, error) {
+	h := c.Request().Header
+	key, count := h.Get(headerKey), h.Get(headerRetryCount)
+	if len(key) > maxKey {
+		return dedupe{}, invalid(headerKey, job.CodeInvalidValue, "The idempotency key has %d bytes: at most %d are allowed.", len(key), maxKey)
+	}
+	if key == "" && count == "" {
+		return dedupe{}, nil
+	}
+	hash, err := hashBody(route(c), body)
+	if err != nil {
+		return dedupe{}, err
+	}
+	if key != "" {
+		return dedupe{key: hashKey("client", key), hash: hash}, nil
+	}
+	n, err := strconv.Atoi(count)
+	return dedupe{key: hashKey("implied", hash), hash: hash, implied: true, retry: err == nil && n > 0}, nil
+}
+
+// submit makes the job durable and returns it as it then is: a fresh one is queued, a repeated one may be anywhere.
+//
+// The order of the writes, and what a crash after each leaves:
+//
+//  1. the key, bound to the id: a retry takes the id over.
+//  2. a large body, under the id's name: an object without a job, which is swept.
+//  3. the record, as accepting: the reconciler removes it, then the key.
+//  4. the message. From here on the job exists and runs, whatever happens to us: the reconciler makes the record queued.
+//  5. the record, as queued. If Redis goes away here the client gets its 202 all the same.
+//
+// Once begun the writes are not cut by a client that leaves: they have a deadline of their own.
+func (s *Server) submit(ctx context.Context, t job.Tenant, sub *submission) (*view, error) {
+	v, repeated, err := s.store(context.WithoutCancel(ctx), t, sub)
+	var f *failure
+	switch {
+	case err == nil && repeated:
+		s.metrics.submit("work", "repeated")
+	case err == nil:
+		s.metrics.submit("work", "stored")
+	case errors.As(err, &f) && f.status < 500, errors.Is(err, queue.ErrFull):
+		s.metrics.submit("work", "refused")
+	default:
+		s.metrics.submit("work", "unavailable")
+	}
+	return v, err
+}
+
+func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *view, repeated bool, err error) {
+	short, cancel := context.WithTimeout(ctx, submitTimeout)
+	defer cancel()
+	now := s.deps.Results.Now()
+	j := &sub.job
+	j.ID, j.Tenant, j.Created, j.Expires = job.NewID(now.Time()), t, now, now+job.Millis(sub.deadline.Milliseconds())
+	j.Key, j.BodyHash = sub.key, sub.hash
+	takenOver := false
+	if sub.key != "" {
+		earlier, held, err := s.reserve(short, t, sub)
+		if err != nil {
+			return nil, false, err
+		}
+		if earlier != nil {
+			return earlier, true, nil
+		}
+		takenOver = held
+	}
+	body, err := s.putBody(ctx, j, sub.body)
+	if err != nil {
+		s.releaseKey(ctx, j, takenOver)
+		return nil, false, err
+	}
+	if len(sub.body) > blob.Threshold { // the upload had its own time
+		cancel()
+		short, cancel = context.WithTimeout(ctx, submitTimeout)
+		defer cancel()
+	}
+	state, since, err := s.deps.Results.Accept(short, j, body)
+	if err != nil {
+		// It may be there or not; nothing is published, so the reconciler will remove it.
+		return nil, false, fmt.Errorf("recording job %s: %w", j.ID, err)
+	}
+	if state != job.Accepting { // somebody else submitted the same id first
+		v, err := s.find(short, t, j.ID)
+		return v, true, err
+	}
+	err = s.publisher.Enqueue(short, queue.Work, sub.lane, &queue.Message{Job: *j, Body: body})
+	switch {
+	case err == nil, errors.Is(err, queue.ErrExists):
+	case errors.Is(err, queue.ErrFull), errors.Is(err, queue.ErrRefused):
+		s.discard(ctx, j, since, takenOver)
+		return nil, false, fmt.Errorf("queueing job %s: %w", j.ID, err)
+	default:
+		// Whether it is stored is not known: the record stays accepting, a retry with the same key publishes the same id again, and the reconciler settles the rest.
+		return nil, false, fmt.Errorf("queueing job %s: %w", j.ID, err)
+	}
+	// The point of no return: the job is durable. If we crash here the client got no answer, the job runs, and a retry with the same key finds it.
+	record, done := context.WithTimeout(ctx, queuedTimeout)
+	defer done()
+	if err := s.deps.Results.Queued(record, j, body); err != nil {
+		s.log.Warn("a job is stored, its record is not marked queued yet", "job", j.ID, "err", err)
+	}
+	return &view{job: *j, state: job.Queued}, false, nil
+}
+
+// queuedTimeout bounds the last write of a submit, without which the job is durable already.
+const queuedTimeout = time.Second
+
+// reserve binds the submission's key to its id. It returns the job that the key stands for already, or sets the submission's job to the id that a key without a job is bound to (held).
+func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (earlier *view, held bool, err error) {
+	j := &sub.job
+	guarded := !sub.implied || sub.retry // otherwise the key serves later retries, and nothing depends on what it was
+	if guarded {
+		if err := s.keysKnown(ctx); err != nil {
+			return nil, false, err
+		}
+	}
+	ttl := time.Duration(0)
+	if sub.implied {
+		ttl = impliedWindow
+	}
+	entry := results.KeyEntry{ID: j.ID, Hash: sub.hash}
+	bound, mine, err := s.deps.Results.ReserveKey(ctx, t, sub.key, entry, ttl)
+	if err != nil {
+		return nil, false, fmt.Errorf("reserving an idempotency key: %w", err)
+	}
+	fresh := sub.implied && (!sub.retry || s.deps.Results.Now().Time().Sub(bound.ID.Time()) > impliedWindow)
+	if !mine && fresh { // the same request again, meant as a new one
+		if err := s.deps.Results.ReleaseKey(ctx, t, sub.key, bound.ID); err != nil {
+			return nil, false, fmt.Errorf("releasing an idempotency key: %w", err)
+		}
+		if bound, mine, err = s.deps.Results.ReserveKey(ctx, t, sub.key, entry, ttl); err != nil {
+			return nil, false, fmt.Errorf("reserving an idempotency key: %w", err)
+		}
+		if !mine { // two at the same time, both meant as new: the key serves the other's retries
+			j.Key = ""
+			return nil, false, nil
+		}
+	}
+	if mine {
+		if !guarded {
+			return nil, false, nil
+		}
+		// If the store was wiped since we looked, the key that stood in it is not restored yet.
+		if err := s.keysKnown(ctx); err != nil {
+			s.releaseKey(ctx, j, false)
+			return nil, false, err
+		}
+		return nil, false, nil
+	}
+	if bound.Hash != sub.hash {
+		f := fail(http.StatusConflict, job.CodeIdempotencyConflict, "The idempotency key stands for another request already: use a new key for a new request.").at(headerKey)
+		f.final = true
+		return nil, false, f
+	}
+	v, err := s.search(ctx, bound.ID)
+	switch {
+	case err != nil:
+		return nil, false, err
+	case v == nil:
+		j.ID = bound.ID // the submit that bound the key went no further
+		return nil, true, nil
+	case v.outcome != nil && v.outcome.Erased:
+		f := fail(http.StatusConflict, job.CodeIdempotencyConflict, "The idempotency key stands for a job that was deleted: use a new key.").at(headerKey)
+		f.final = true
+		return nil, false, f
+	case v.accepting:
+		// Whether its message is stored is not known: the same id is published again, with the very job that was recorded.
+		*j = v.job
+		return nil, true, nil
+	}
+	return v, false, nil
+}
+
+// keysKnown returns nil if the store's keys are all there: after a wipe they are not until the dispatcher has rebuilt them.
+func (s *Server) keysKnown(ctx context.Context) error {
+	wiped, err := s.deps.Results.Wiped(ctx)
+	if err != nil {
+		return fmt.Errorf("asking whether the result store is whole: %w", err)
+	}
+	if wiped {
+		return unavailable(nil, "The result store is being rebuilt: requests that may repeat an earlier one must wait. Try again later.")
+	}
+	return nil
+}
+
+// discard undoes a submit whose message was refused for good. An id that was taken over may have been published by an earlier try: it stays, and the reconciler looks.
+func (s *Server) discard(ctx context.Context, j *job.Job, since job.Millis, takenOver bool) {
+	if takenOver {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, dropTimeout)
+	defer cancel()
+	removed, err := s.deps.Results.Discard(ctx, j, since)
+	if err != nil {
+		s.log.Warn("removing the record of a refused job: the reconciler will", "job", j.ID, "err", err)
+	}
+	if err != nil || !removed {
+		return // somebody took it over meanwhile
+	}
+	s.releaseKey(ctx, j, false)
+	if j.Key == "" { // with a key, another try of the same id may be storing it again right now
+		s.dropBlob(ctx, j.Blob)
+	}
+}
+
+// releaseKey unbinds j's key after a submit that came to nothing. Best effort: a key without a record is taken over.
+func (s *Server) releaseKey(ctx context.Context, j *job.Job, takenOver bool) {
+	if j.Key == "" || takenOver {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, dropTimeout)
+	defer cancel()
+	if err := s.deps.Results.ReleaseKey(ctx, j.Tenant, j.Key, j.ID); err != nil {
+		s.log.Warn("releasing an idempotency key", "job", j.ID, "err", err)
+	}
+}
