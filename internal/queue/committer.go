@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -103,7 +104,9 @@ func (c *committer) empty(l *line) {
 		round := l.waiting[:n:n]
 		l.waiting = l.waiting[n:]
 		c.mu.Unlock()
-		if n < batchFrom || !c.batch(round) {
+		// Whose caller has gone has been reported as unanswered: to store it now would surprise.
+		round = slices.DeleteFunc(round, func(w *commit) bool { return w.ctx.Err() != nil })
+		if len(round) < batchFrom || !c.batch(round) {
 			c.singly(round)
 		}
 	}
@@ -128,16 +131,12 @@ func (c *committer) batch(round []*commit) bool {
 	return true
 }
 
-// singly publishes the round's members by themselves and side by side.
+// singly publishes the round's members by themselves and side by side; none whose context has ended.
 func (c *committer) singly(round []*commit) {
 	var wg sync.WaitGroup
 	for _, w := range round {
 		wg.Go(func() {
 			defer close(w.done)
-			if err := w.ctx.Err(); err != nil { // it has been reported as unanswered: to store it now would surprise
-				w.err = transport(err)
-				return
-			}
 			w.seq, w.err = c.single(w.ctx, w.e)
 		})
 	}

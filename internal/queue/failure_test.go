@@ -259,17 +259,18 @@ func TestLostStreamsAndConsumersAreMadeAgain(t *testing.T) {
 			}
 		})
 		t.Run(what+" during the pull", func(t *testing.T) {
-			if err := nc.Flush(); err != nil {
-				t.Fatal(err)
-			}
-			p := p
+			p, name := p, "standard"
 			if what == "the lane" {
-				p = own
+				p, name = own, "w-w1"
 			}
 			out, err := p.Pull(t.Context(), queue.PullRequest{Batch: 1, Expires: 10 * time.Second})
 			if err != nil {
 				t.Fatal(err)
 			}
+			until(t, "the pull waits", func() bool { // one that is on its way gets no word, and ends by its expiry
+				c, err := js.Consumer(t.Context(), workStream, name)
+				return err == nil && c.CachedInfo().NumWaiting > 0
+			})
 			began := time.Now()
 			if err := lose(); err != nil {
 				t.Fatal(err)
@@ -279,10 +280,6 @@ func TestLostStreamsAndConsumersAreMadeAgain(t *testing.T) {
 			}
 			if waited := time.Since(began); waited > 3*time.Second {
 				t.Errorf("ended after %v", waited)
-			}
-			name := map[string]string{"the lane": "w-w1"}[what]
-			if name == "" {
-				name = "standard"
 			}
 			if _, err := js.Consumer(t.Context(), workStream, name); err != nil {
 				t.Error(err)

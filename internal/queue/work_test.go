@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"strings"
 	"sync"
@@ -583,4 +584,39 @@ func TestUnreadableDeliveryIsDropped(t *testing.T) {
 		present, err := q.Present(t.Context(), model)
 		return err == nil && len(present) == 1
 	})
+}
+
+func TestPullIsCheckedAndAlone(t *testing.T) {
+	t.Parallel()
+	q, _ := fresh(t, queue.Config{})
+	p := newPuller(t, q, queue.PullerConfig{Kind: queue.Work, Model: model, Class: job.Standard})
+	for _, r := range []queue.PullRequest{{Expires: time.Second}, {Batch: 1}, {Batch: 1, Expires: time.Second, Level: 10}, {Batch: 1, Expires: time.Second, Level: -1}} {
+		if _, err := p.Pull(t.Context(), r); err == nil {
+			t.Errorf("taken: %+v", r)
+		}
+	}
+	out, err := p.Pull(t.Context(), queue.PullRequest{Batch: 1, Expires: 100 * time.Millisecond})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := p.Pull(t.Context(), queue.PullRequest{Batch: 1, Expires: time.Second}); err == nil {
+		t.Error("a second pull beside the first")
+	}
+	for d := range out {
+		t.Errorf("a delivery: %+v", d)
+	}
+	p.Close()
+	if _, err := p.Pull(t.Context(), queue.PullRequest{Batch: 1, Expires: time.Second}); err == nil {
+		t.Error("a pull by a closed puller")
+	}
+}
+
+func TestWrongConfigIsRefused(t *testing.T) {
+	t.Parallel()
+	_, nc := fresh(t, queue.Config{})
+	for _, cfg := range []queue.Config{{Replicas: -1}, {Replicas: 9}, {WorkMaxBytes: -1}, {Retention: -1}, {LiveAckWait: -1}} {
+		if _, err := queue.Open(t.Context(), nc, cfg, slog.New(slog.DiscardHandler)); err == nil {
+			t.Errorf("taken: %+v", cfg)
+		}
+	}
 }
