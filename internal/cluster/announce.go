@@ -3,6 +3,7 @@ package cluster
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"time"
 
 	"github.com/nats-io/nats.go"
@@ -20,7 +21,7 @@ type announcer struct {
 func (c *Cluster) Announce(ctx context.Context, beat func() Heartbeat) error {
 	b := beat()
 	if b.ID == "" || b.Role == "" {
-		return errNoID
+		return errors.New("cluster: a heartbeat needs an id and a role")
 	}
 	a := &announcer{nudged: make(chan struct{}, 1), asked: make(chan string, 256)}
 	c.mu.Lock()

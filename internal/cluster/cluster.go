@@ -4,9 +4,9 @@ import (
 	"context"
 	"encoding/base64"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -197,9 +197,7 @@ func (c *Cluster) heard(m *nats.Msg) {
 		c.log.Debug("heartbeat that cannot be read", "subject", m.Subject, "err", err)
 		return
 	}
-	if b.Epoch == "" {
-		b.Epoch = b.ID
-	}
+	b.Epoch = processOf(b.Heartbeat)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.registry.hear(time.Now(), b) {
@@ -207,7 +205,7 @@ func (c *Cluster) heard(m *nats.Msg) {
 	}
 }
 
-// Connected tells whether NATS is connected now, and since when.
+// Connected tells whether NATS is connected now, and since when: a time when this process itself had stood still counts as not connected.
 func (c *Cluster) Connected() (bool, time.Time) {
 	connected := c.nc.IsConnected()
 	c.mu.Lock()
@@ -215,7 +213,7 @@ func (c *Cluster) Connected() (bool, time.Time) {
 	return connected, c.registry.since
 }
 
-// Members lists who is alive, by id; Workers the live workers that serve m ("" = all), whatever their state.
+// Members lists who is alive as Alive has it, by id.
 func (c *Cluster) Members() []Member {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -240,12 +238,7 @@ func serves(m Member, model job.Model) bool {
 	if model == "" {
 		return true
 	}
-	for _, served := range m.Worker.Models {
-		if served == model {
-			return true
-		}
-	}
-	return false
+	return slices.Contains(m.Worker.Models, model)
 }
 
 // withTimeout gives ctx a deadline if it has none.
@@ -266,5 +259,3 @@ func signal(ch chan struct{}) {
 
 // token makes one subject or key token of any name.
 func token(name string) string { return base64.RawURLEncoding.EncodeToString([]byte(name)) }
-
-var errNoID = errors.New("cluster: a heartbeat needs an id and a role")

@@ -61,7 +61,8 @@ func TestWhoDiesWhenAndAtWhoseCharge(t *testing.T) {
 		{
 			name: "the server hangs for nine seconds",
 			members: []process{
-				{id: "d", process: "me", beats: []span{{0, 10}, {19, 60}}}, {id: "w1", process: "1", beats: []span{{0, 10}, {19, 60}}},
+				{id: "d", process: "me", beats: []span{{0, 10}, {19, 60}}},
+				{id: "w1", process: "1", beats: []span{{0, 10}, {19, 60}}},
 				{id: "w2", process: "2", beats: []span{{0, 10}, {19, 60}}},
 			},
 		},
@@ -75,7 +76,8 @@ func TestWhoDiesWhenAndAtWhoseCharge(t *testing.T) {
 			name: "a restart of NATS, after which one comes back after eight seconds",
 			cut:  span{10, 15},
 			members: []process{
-				{id: "d", process: "me", beats: []span{{0, 10}, {15, 60}}}, {id: "w1", process: "1", beats: []span{{0, 10}, {15, 60}}},
+				{id: "d", process: "me", beats: []span{{0, 10}, {15, 60}}},
+				{id: "w1", process: "1", beats: []span{{0, 10}, {15, 60}}},
 				{id: "w2", process: "2", beats: []span{{0, 10}, {23, 60}}},
 			},
 		},
@@ -83,7 +85,8 @@ func TestWhoDiesWhenAndAtWhoseCharge(t *testing.T) {
 			name: "one does not come back after a restart of NATS: dead, and not charged",
 			cut:  span{10, 15},
 			members: []process{
-				{id: "d", process: "me", beats: []span{{0, 10}, {15, 60}}}, {id: "w1", process: "1", beats: []span{{0, 10}, {15, 60}}},
+				{id: "d", process: "me", beats: []span{{0, 10}, {15, 60}}},
+				{id: "w1", process: "1", beats: []span{{0, 10}, {15, 60}}},
 				{id: "w2", process: "2", beats: []span{{0, 10}}},
 			},
 			want: []string{"w2@28"},
@@ -92,7 +95,8 @@ func TestWhoDiesWhenAndAtWhoseCharge(t *testing.T) {
 			name: "this process is cut off for long: nobody dies",
 			cut:  span{10, 50},
 			members: []process{
-				{id: "d", process: "me", beats: []span{{0, 10}, {50, 60}}}, {id: "w1", process: "1", beats: []span{{0, 10}, {50, 60}}},
+				{id: "d", process: "me", beats: []span{{0, 10}, {50, 60}}},
+				{id: "w1", process: "1", beats: []span{{0, 10}, {50, 60}}},
 				{id: "w2", process: "2", beats: []span{{0, 10}, {50, 60}}},
 			},
 		},
@@ -100,7 +104,8 @@ func TestWhoDiesWhenAndAtWhoseCharge(t *testing.T) {
 			name:   "this process stands still for long: nobody dies",
 			paused: span{10, 30},
 			members: []process{
-				{id: "d", process: "me", beats: []span{{0, 10}, {30, 60}}}, {id: "w1", process: "1", beats: []span{{0, 10}, {30, 60}}},
+				{id: "d", process: "me", beats: []span{{0, 10}, {30, 60}}},
+				{id: "w1", process: "1", beats: []span{{0, 10}, {30, 60}}},
 				{id: "w2", process: "2", beats: []span{{0, 10}, {30, 60}}},
 			},
 		},

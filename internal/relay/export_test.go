@@ -44,6 +44,19 @@ func PartSubject(api job.API) string { return liveSubject + token(string(api)) +
 // VoidAfter is when a claim is void whose answer was never opened.
 const VoidAfter = voidAfter
 
+// Remembered is how many ended attempts a Desk remembers.
+const Remembered = remembered
+
+// RememberAttempts has a desk remember n attempts, and tells how many it still has and whether the last is among them.
+func RememberAttempts(n int) (kept int, last bool) {
+	d := &Desk{over: make(map[attempt]uint64)}
+	for i := range n {
+		d.remember(attempt{"job_1", job.Token(i)}, 1)
+	}
+	_, last = d.over[attempt{"job_1", job.Token(n - 1)}]
+	return len(d.over), last
+}
+
 // LooseSeat is a seat without a connection.
 type LooseSeat struct{ s *Seat }
 

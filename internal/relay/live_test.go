@@ -670,6 +670,15 @@ func TestAClaimThatIsNotTakenUpIsVoid(t *testing.T) {
 	})
 }
 
+func TestEndedAttemptsAreForgottenInTheirOrder(t *testing.T) {
+	t.Parallel()
+	for _, n := range []int{1, relay.Remembered, 3*relay.Remembered + 7} {
+		if kept, last := relay.RememberAttempts(n); kept != min(n, relay.Remembered) || !last {
+			t.Errorf("of %d attempts %d are remembered, the last one: %v", n, kept, last)
+		}
+	}
+}
+
 func FuzzDecode(f *testing.F) {
 	f.Add(relay.Encode(relay.Message{Kind: relay.KindData, ID: "job_1", Token: 1, Seq: 2, Body: "x"}))
 	f.Add([]byte{})
