@@ -201,7 +201,7 @@ func finishUnstarted(e *env) {
 	e.wipe()
 	e.ok(e.RestoreQueued(e.ctx, []results.QueuedJob{{Job: *j}}))
 	e.ok(e.Finish(e.ctx, j, &job.Outcome{State: job.Cancelled, Finished: e.Now()}, nil, nil, []byte("x")))
-	if list := e.all(j); len(list) != 1 || list[0].N < int64(j.Created) {
+	if list := e.all(j); len(list) != 1 || list[0].N < int64(j.Created)-1000 {
 		e.Fatalf("events: %v", show(list))
 	}
 }
