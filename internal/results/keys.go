@@ -22,9 +22,11 @@ func (s *Store) answerKey(id job.ID) string { return s.cfg.Prefix + "{" + string
 func (s *Store) listKey(t job.Tenant) string {
 	return s.cfg.Prefix + "list:" + url.QueryEscape(string(t))
 }
+
 func (s *Store) heldKey(w job.Worker) string {
 	return s.cfg.Prefix + "held:" + url.QueryEscape(string(w))
 }
+
 func (s *Store) idempotencyKey(t job.Tenant, key string) string {
 	return s.cfg.Prefix + "key:" + url.QueryEscape(string(t)) + ":" + url.QueryEscape(key)
 }
