@@ -198,6 +198,24 @@ func TestListCarriesItsFilter(t *testing.T) {
 	}
 }
 
+func TestAJobKeepsTheFieldsThatTheClientDoesNotKnow(t *testing.T) {
+	t.Parallel()
+	c := fake(t, func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = io.WriteString(w, `{"id":"job_1","new":{"b":1,"a":9007199254740993},"error":null}`)
+	})
+	j, err := c.Job(t.Context(), "job_1", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := json.Marshal(j)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := `{"id":"job_1","new":{"b":1,"a":9007199254740993},"error":null}`; string(got) != want {
+		t.Errorf("got %s, want %s", got, want)
+	}
+}
+
 func TestCancelAndDelete(t *testing.T) {
 	t.Parallel()
 	var got []string

@@ -1,6 +1,7 @@
 package client
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -32,6 +33,27 @@ type Job struct {
 	Error        *job.Error        `json:"error"`
 	Usage        *job.Usage        `json:"usage,omitempty"`
 	Metadata     map[string]string `json:"metadata,omitempty"`
+
+	raw json.RawMessage
+}
+
+// UnmarshalJSON reads a job object.
+func (j *Job) UnmarshalJSON(b []byte) error {
+	type plain Job // without the methods
+	if err := json.Unmarshal(b, (*plain)(j)); err != nil {
+		return err
+	}
+	j.raw = bytes.Clone(b)
+	return nil
+}
+
+// MarshalJSON returns the job object as the server wrote it, with the fields that this client does not know.
+func (j Job) MarshalJSON() ([]byte, error) {
+	if j.raw != nil {
+		return j.raw, nil
+	}
+	type plain Job
+	return json.Marshal(plain(j))
 }
 
 // Attempt is one try at a job.

@@ -73,6 +73,9 @@ func Load(fs *pflag.FlagSet, s Sources) error {
 	}
 	env := make(map[string]any)
 	fs.VisitAll(func(f *pflag.Flag) {
+		if f.Name == "help" || f.Name == "version" {
+			return // asked for, never configured; and builds set MILLRACE_VERSION
+		}
 		for _, name := range Variables(f) {
 			if v, ok := s.Lookup(name); ok && v != "" {
 				env[f.Name], origin[f.Name] = v, name

@@ -1,0 +1,174 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"github.com/millrace/millrace/api"
+	"github.com/millrace/millrace/internal/config"
+	"github.com/millrace/millrace/internal/engine"
+	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/platform"
+	"github.com/millrace/millrace/internal/telemetry"
+	"github.com/millrace/millrace/worker"
+)
+
+// off is what switches a listener off: an empty variable counts as not set.
+const off = "off"
+
+// processFlags are those of every process that runs for long.
+type processFlags struct {
+	log     telemetry.LogConfig
+	metrics string
+	pprof   bool
+}
+
+func (c *processFlags) add(fs *pflag.FlagSet, level string) {
+	fs.StringVar(&c.log.Level, "log-level", level, "debug, info, warn or error")
+	fs.StringVar(&c.log.Format, "log-format", "", "text or json (default text on a terminal, else json)")
+	fs.StringVar(&c.metrics, "metrics-listen", "127.0.0.1:9464", "`address` of /metrics, /healthz and /readyz; off for none")
+	fs.BoolVar(&c.pprof, "pprof", false, "serve /debug/pprof/ there too")
+}
+
+func (c *processFlags) logger(p *program) (*slog.Logger, error) {
+	log, err := telemetry.NewLogger(p.err, c.log)
+	if err != nil {
+		return nil, &exitError{exitUsage, err}
+	}
+	return log, nil
+}
+
+// backboneFlags say where the servers are, and how much they may hold. They are the same for every process of a platform.
+type backboneFlags struct{ platform.BackboneConfig }
+
+// add adds the flags; nats and redis are the defaults of the servers' URLs.
+func (c *backboneFlags) add(fs *pflag.FlagSet, nats, redis string) {
+	where := ""
+	if nats == "" {
+		where = " (default one inside this process)"
+	}
+	fs.StringVar(&c.NATSURL, "nats-url", nats, "`URL` of NATS, or several with commas"+where)
+	fs.StringVar(&c.RedisURL, "redis-url", redis, "`URL` of Redis"+where)
+	fs.IntVar(&c.Queue.Replicas, "replicas", 1, "copies of each stream: 1, or 3 on a NATS cluster")
+	fs.DurationVar(&c.Queue.Retention, "retention", 7*24*time.Hour, "how long a job's answer is kept after its deadline")
+	fs.Var((*size)(&c.Queue.WorkMaxBytes), "work-max-bytes", "most `bytes` of one model's waiting jobs (default 8GiB; 2GiB in an embedded NATS)")
+	fs.Var((*size)(&c.Queue.DoneMaxBytes), "done-max-bytes", "most `bytes` of kept answers (default 16GiB; 4GiB in an embedded NATS)")
+	fs.Var((*size)(&c.Queue.LiveMaxBytes), "live-max-bytes", "most `bytes` of one model's requests that wait on their connections, in NATS's memory (default 256MiB; 64MiB embedded)")
+}
+
+func (c *backboneFlags) check() error {
+	c.Results.Retention = c.Queue.Retention
+	c.Version = buildVersion()
+	return errors.Join(
+		config.OneOf("replicas", strconv.Itoa(c.Queue.Replicas), "1", "3", "5"),
+		config.AtLeast("retention", c.Queue.Retention, time.Minute),
+	)
+}
+
+// apiFlags are those of the API's role.
+type apiFlags struct{ api.Config }
+
+func (c *apiFlags) add(fs *pflag.FlagSet) {
+	fs.StringVar(&c.Listen, "listen", "127.0.0.1:8080", "`address` of the API")
+	fs.StringVar(&c.APIKey, "api-key", "", "`key` that clients must send; better set in MILLRACE_API_KEY, where ps does not show it")
+	fs.StringVar(&c.AdminKey, "admin-key", "", "`key` for /admin, which opens all else too; without one, /admin is closed to holders of --api-key")
+	fs.BoolVar(&c.Insecure, "insecure", false, "listen beyond this machine without any key")
+	c.MaxBody, c.MaxBodies = 32<<20, 512<<20
+	fs.Var((*size)(&c.MaxBody), "max-body", "most `bytes` of one request")
+	fs.Var((*size)(&c.MaxBodies), "max-bodies", "most `bytes` of all large requests that are being read")
+	fs.IntVar(&c.MaxHeld, "max-held", 10_000, "most calls that wait on their connections")
+	fs.DurationVar(&c.DefaultDeadline, "default-deadline", 24*time.Hour, "total time of a job that asks for none")
+	fs.DurationVar(&c.MaxDeadline, "max-deadline", 7*24*time.Hour, "most total time that a job may ask for")
+	fs.DurationVar(&c.DefaultRunTimeout, "default-run-timeout", time.Hour, "most time of one attempt, of a job that asks for none")
+	fs.DurationVar(&c.DrainTimeout, "drain-timeout", 30*time.Second, "how long open calls may go on after the order to stop")
+	fs.BoolVar(&c.SessionFromBody, "session-from-body", false, "take a call's session from its prompt_cache_key or user")
+}
+
+// engineFlags say which engine a worker sits beside.
+type engineFlags struct{ engine.Config }
+
+func (c *engineFlags) add(fs *pflag.FlagSet) {
+	fs.StringVar(&c.URL, "engine", "", "`URL` of an OpenAI-compatible engine, as http://127.0.0.1:11434")
+	fs.StringVar((*string)(&c.Kind), "engine-kind", "", "vllm, ollama or openai (default what it looks like)")
+	fs.StringVar(&c.APIKey, "engine-api-key", "", "`key` for the engine; better set in MILLRACE_ENGINE_API_KEY")
+	fs.Int64Var((*int64)(&c.KVTokens), "kv-tokens", 32768, "`tokens` that the engine's KV cache holds, where it does not tell")
+	fs.IntVar(&c.MaxConcurrency, "max-concurrency", 8, "most running requests, where the engine does not tell")
+}
+
+func (c *engineFlags) check() error {
+	c.URL = strings.TrimSuffix(strings.TrimRight(c.URL, "/"), "/v1")
+	var kind error
+	if c.Kind != "" {
+		kind = config.OneOf("engine-kind", string(c.Kind), string(engine.VLLM), string(engine.Ollama), string(engine.Generic))
+	}
+	return errors.Join(kind, config.AtLeast("kv-tokens", c.KVTokens, 1), config.AtLeast("max-concurrency", c.MaxConcurrency, 1))
+}
+
+// workerFlags are those of a worker, its engine aside.
+type workerFlags struct {
+	worker.Config
+	serve []string
+}
+
+func (c *workerFlags) add(fs *pflag.FlagSet) {
+	fs.StringSliceVar(&c.serve, "serve", nil, "`models` to serve, of those that the engine has (default all)")
+	fs.DurationVar(&c.Drain, "drain", 30*time.Second, "how long running jobs may go on after the order to stop")
+	fs.DurationVar(&c.StallTimeout, "stall-timeout", time.Minute, "after how long without a token an engine counts as stalled")
+	fs.DurationVar(&c.ProbeTimeout, "probe-timeout", 30*time.Second, "most time for the one token that proves an engine ready")
+	fs.IntVar(&c.MaxAttempts, "max-attempts", 5, "how often a job is tried whose engine fails")
+}
+
+func (c *workerFlags) check() error {
+	for _, m := range c.serve {
+		c.Models = append(c.Models, job.Model(m))
+	}
+	return errors.Join(
+		config.AtLeast("drain", c.Drain, 0), config.AtLeast("stall-timeout", c.StallTimeout, time.Second),
+		config.AtLeast("probe-timeout", c.ProbeTimeout, time.Second), config.Between("max-attempts", c.MaxAttempts, 1, 100),
+	)
+}
+
+// size is a flag in bytes, which may be written with a unit.
+type size int64
+
+var units = []struct {
+	name  string
+	bytes int64
+}{{"TiB", 1 << 40}, {"GiB", 1 << 30}, {"MiB", 1 << 20}, {"KiB", 1 << 10}, {"TB", 1e12}, {"GB", 1e9}, {"MB", 1e6}, {"kB", 1e3}, {"B", 1}, {"", 1}}
+
+func (s *size) Set(text string) error {
+	for _, u := range units {
+		number, ok := strings.CutSuffix(text, u.name)
+		if !ok {
+			continue
+		}
+		n, err := strconv.ParseFloat(strings.TrimSpace(number), 64)
+		if err != nil || n < 0 || math.IsNaN(n) || n*float64(u.bytes) > math.MaxInt64/2 {
+			return fmt.Errorf("%q is not a size like 8GiB", text)
+		}
+		*s = size(n * float64(u.bytes))
+		return nil
+	}
+	return nil // not reached: the last unit fits everything
+}
+
+func (s *size) String() string {
+	if *s == 0 {
+		return ""
+	}
+	for _, u := range units {
+		if u.bytes > 0 && int64(*s)%u.bytes == 0 {
+			return fmt.Sprint(int64(*s)/u.bytes) + u.name
+		}
+	}
+	return fmt.Sprint(int64(*s))
+}
+
+func (s *size) Type() string { return "bytes" }

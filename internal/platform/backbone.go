@@ -1,0 +1,215 @@
+// Package platform puts the parts together: the backbone that the roles of every process meet at, and a whole platform in one process.
+package platform
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/cenkalti/backoff/v5"
+	"github.com/nats-io/nats.go"
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/millrace/millrace/api"
+	"github.com/millrace/millrace/dispatcher"
+	"github.com/millrace/millrace/internal/blob"
+	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/engine"
+	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/relay"
+	"github.com/millrace/millrace/internal/results"
+	"github.com/millrace/millrace/worker"
+)
+
+// BackboneConfig of a Backbone.
+type BackboneConfig struct {
+	// Name of the process in the servers' listings.
+	Name string
+	// NATSURL and RedisURL of the servers. InProcess, if set, is a NATS server in this process, and NATSURL is not used.
+	NATSURL, RedisURL string
+	InProcess         nats.InProcessConnProvider
+	// Queue and Results are the same in every process of a platform. Results.URL is not used.
+	Queue   queue.Config
+	Results results.Config
+	// Version of this build.
+	Version string
+}
+
+// Backbone is what all roles work with. One process has one, whatever roles it runs.
+type Backbone struct {
+	conn    *nats.Conn
+	queue   *queue.Queue
+	blobs   blob.Store
+	results *results.Store
+	cluster *cluster.Cluster
+	relay   *relay.Relay
+	version string
+	process string
+	closers []func()
+}
+
+// tryTimeout bounds one try to reach a server at start.
+const tryTimeout = 10 * time.Second
+
+// OpenBackbone connects to NATS and Redis. It waits for servers that are not there yet, saying so in the log, until ctx ends; settings that cannot work are
+// an error at once.
+func OpenBackbone(ctx context.Context, cfg BackboneConfig, log *slog.Logger) (_ *Backbone, err error) {
+	b := &Backbone{version: cfg.Version, process: rand.Text()}
+	defer func() {
+		if err != nil {
+			b.Close()
+		}
+	}()
+	nc, err := queue.Connect(cfg.NATSURL, cfg.Name, cfg.InProcess, log)
+	if err != nil {
+		return nil, err
+	}
+	b.conn = nc
+	b.onClose(nc.Close)
+
+	if b.queue, err = await(ctx, log, "NATS JetStream", cfg.NATSURL, func(ctx context.Context) (*queue.Queue, error) {
+		q, err := queue.Open(ctx, nc, cfg.Queue, log)
+		return q, permanentUnless(err, queue.ErrUnavailable, nats.ErrConnectionClosed, nats.ErrDisconnected)
+	}); err != nil {
+		return nil, fmt.Errorf("opening the queue: %w", err)
+	}
+	b.onClose(b.queue.Close)
+
+	if b.blobs, err = await(ctx, log, "NATS object store", cfg.NATSURL, func(ctx context.Context) (blob.Store, error) {
+		return blob.OpenJetStream(ctx, nc, max(cfg.Queue.Replicas, 1))
+	}); err != nil {
+		return nil, fmt.Errorf("opening the object store: %w", err)
+	}
+
+	if b.cluster, err = await(ctx, log, "NATS key-value store", cfg.NATSURL, func(ctx context.Context) (*cluster.Cluster, error) {
+		return cluster.Open(ctx, nc, cluster.Config{Replicas: cfg.Queue.Replicas}, log)
+	}); err != nil {
+		return nil, fmt.Errorf("joining the cluster: %w", err)
+	}
+	b.onClose(b.cluster.Close)
+
+	rc := cfg.Results
+	rc.URL = cfg.RedisURL
+	if b.results, err = await(ctx, log, "Redis", cfg.RedisURL, func(ctx context.Context) (*results.Store, error) {
+		s, err := results.Open(ctx, rc, log)
+		return s, permanentUnless(err, results.ErrUnavailable)
+	}); err != nil {
+		return nil, fmt.Errorf("opening the result store: %w", err)
+	}
+	b.onClose(func() { _ = b.results.Close() }) // nothing is buffered there
+
+	b.relay = relay.New(nc, log)
+	return b, nil
+}
+
+func (b *Backbone) onClose(f func()) { b.closers = append(b.closers, f) }
+
+// Close ends the connections. The roles that use them must have ended.
+func (b *Backbone) Close() {
+	for i := len(b.closers) - 1; i >= 0; i-- {
+		b.closers[i]()
+	}
+	b.closers = nil
+}
+
+// readyTimeout bounds a look at the servers.
+const readyTimeout = 2 * time.Second
+
+// Ready is nil while the queue and the result store answer.
+func (b *Backbone) Ready() error {
+	ctx, cancel := context.WithTimeout(context.Background(), readyTimeout) // whoever asks has no context of its own: the time-out is the bound
+	defer cancel()
+	if err := b.queue.Healthy(ctx); err != nil {
+		return fmt.Errorf("the queue: %w", err)
+	}
+	if err := b.results.Ping(ctx); err != nil {
+		return fmt.Errorf("the result store: %w", err)
+	}
+	return nil
+}
+
+// API is the API's role. It is ready while the servers that it needs answer.
+type API struct {
+	*api.Server
+	backbone *Backbone
+}
+
+// Ready is nil while requests can be taken.
+func (a *API) Ready() error { return a.backbone.Ready() }
+
+// API makes the API's role on this backbone.
+func (b *Backbone) API(cfg api.Config, reg prometheus.Registerer, log *slog.Logger) (*API, error) {
+	s, err := api.New(cfg, api.Deps{
+		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay,
+		Registerer: reg, Log: log.With("role", "api"), Version: b.version, Process: b.process,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return &API{s, b}, nil
+}
+
+// Dispatcher makes the dispatcher role on this backbone.
+func (b *Backbone) Dispatcher(cfg dispatcher.Config, reg prometheus.Registerer, log *slog.Logger) (*dispatcher.Dispatcher, error) {
+	return dispatcher.New(cfg, dispatcher.Deps{
+		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay,
+		Registerer: reg, Log: log.With("role", "dispatcher"), Version: b.version, Process: b.process,
+	})
+}
+
+// Worker makes a worker on this backbone, beside the engine e.
+func (b *Backbone) Worker(cfg worker.Config, e engine.Config, reg prometheus.Registerer, log *slog.Logger) (*worker.Worker, error) {
+	log = log.With("role", "worker", "name", cfg.Name)
+	eng, err := engine.New(e, log)
+	if err != nil {
+		return nil, fmt.Errorf("reaching the engine: %w", err)
+	}
+	return worker.New(cfg, worker.Deps{
+		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay, Engine: eng,
+		Registerer: reg, Log: log, Version: b.version, Process: b.process,
+	})
+}
+
+// await calls open until it works, fails for good, or ctx ends.
+func await[T any](ctx context.Context, log *slog.Logger, what, urls string, open func(context.Context) (T, error)) (T, error) {
+	pause := backoff.NewExponentialBackOff()
+	pause.InitialInterval, pause.MaxInterval = 250*time.Millisecond, 5*time.Second
+	return backoff.Retry(ctx, func() (T, error) {
+		ctx, cancel := context.WithTimeout(ctx, tryTimeout)
+		defer cancel()
+		return open(ctx)
+	}, backoff.WithBackOff(pause), backoff.WithMaxElapsedTime(0), backoff.WithNotify(func(err error, next time.Duration) {
+		log.Warn("waiting for a server", "server", what, "url", redact(urls), "again_in", next.Round(time.Millisecond), "err", err)
+	}))
+}
+
+// redact hides the passwords of a list of URLs.
+func redact(urls string) string {
+	all := strings.Split(urls, ",")
+	for i, s := range all {
+		if u, err := url.Parse(s); err == nil {
+			all[i] = u.Redacted()
+		} else {
+			all[i] = "(not a URL)" // it may hold a password all the same
+		}
+	}
+	return strings.Join(all, ",")
+}
+
+// permanentUnless marks err as one that waiting does not cure, unless it is one of those that pass or a deadline's.
+func permanentUnless(err error, passing ...error) error {
+	for _, p := range append(passing, context.DeadlineExceeded) {
+		if errors.Is(err, p) {
+			return err
+		}
+	}
+	if err != nil {
+		return backoff.Permanent(err)
+	}
+	return nil
+}

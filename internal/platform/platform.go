@@ -1,0 +1,234 @@
+package platform
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"path/filepath"
+	"strconv"
+	"sync"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/millrace/millrace/api"
+	"github.com/millrace/millrace/dispatcher"
+	"github.com/millrace/millrace/internal/embedded"
+	"github.com/millrace/millrace/internal/engine"
+	"github.com/millrace/millrace/internal/engine/emulator"
+	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/results"
+	"github.com/millrace/millrace/worker"
+)
+
+// Config of a Platform. Zero fields get the defaults named.
+type Config struct {
+	// Dir holds the embedded queue's store. Only one process may use it at a time.
+	Dir string
+	// Relaxed lets the embedded queue sync each 100 ms in place of before each 202: a power cut then loses what came in that time.
+	Relaxed bool
+	// NATSListen is an address at which the embedded queue takes connections from other processes; "" is none.
+	NATSListen string
+	// NATSURL and RedisURL name servers to use in place of the embedded ones.
+	NATSURL, RedisURL string
+	// Workers is how many, each beside an engine of its own; default 1.
+	Workers int
+	// Engine is the engine of all workers. Without a URL each has an emulator in this process, as Emulator describes it.
+	Engine   engine.Config
+	Emulator emulator.Config
+
+	API        api.Config
+	Dispatcher dispatcher.Config
+	Worker     worker.Config
+	Queue      queue.Config
+	Results    results.Config
+	Version    string
+}
+
+// The embedded queue's limits on what it holds, in bytes: what a laptop's disk has to spare. They bound what is accepted and take no room before.
+const (
+	embeddedWork  = 2 << 30
+	embeddedDone  = 4 << 30
+	embeddedLive  = 64 << 20
+	embeddedStore = 1 << 40 // above the sum of all streams' limits: a stream that does not fit below would be refused
+)
+
+// Platform is all roles in one process.
+type Platform struct {
+	api        *API
+	dispatcher *dispatcher.Dispatcher
+	workers    []*worker.Worker
+	backbone   *Backbone
+	nats       *embedded.NATS
+	// stages end one after the other: who takes work before who does it.
+	stages  [][]part
+	closers []func()
+}
+
+// part is something that runs.
+type part struct {
+	name string
+	run  func(context.Context) error
+}
+
+// New starts the embedded servers, connects, and makes all roles. It opens the API's port, and answers nothing before Run. A Platform that does not Run must be closed.
+func New(ctx context.Context, cfg Config, reg prometheus.Registerer, log *slog.Logger) (_ *Platform, err error) {
+	p := &Platform{}
+	defer func() {
+		if err != nil {
+			p.Close()
+		}
+	}()
+	bc := BackboneConfig{
+		Name: "millrace", NATSURL: cfg.NATSURL, RedisURL: cfg.RedisURL, Queue: cfg.Queue, Results: cfg.Results, Version: cfg.Version,
+	}
+	if cfg.NATSURL == "" {
+		unlock, err := lock(cfg.Dir)
+		if err != nil {
+			return nil, err
+		}
+		p.onClose(unlock)
+		server, err := embedded.StartNATS(embedded.NATSConfig{
+			Dir: filepath.Join(cfg.Dir, "nats"), Relaxed: cfg.Relaxed, Listen: cfg.NATSListen, StoreLimit: embeddedStore, MemoryLimit: embeddedStore, Log: log.With("part", "nats"),
+		})
+		if err != nil {
+			return nil, err
+		}
+		p.nats = server
+		p.onClose(server.Shutdown)
+		bc.InProcess = server
+		setDefault(&bc.Queue.WorkMaxBytes, embeddedWork)
+		setDefault(&bc.Queue.DoneMaxBytes, embeddedDone)
+		setDefault(&bc.Queue.LiveMaxBytes, embeddedLive)
+	}
+	if cfg.RedisURL == "" {
+		store, err := embedded.StartRedis()
+		if err != nil {
+			return nil, err
+		}
+		p.onClose(store.Close)
+		bc.RedisURL = store.URL()
+	}
+	if p.backbone, err = OpenBackbone(ctx, bc, log); err != nil {
+		return nil, err
+	}
+	p.onClose(p.backbone.Close)
+	if err := p.addRoles(cfg, reg, log); err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+func (p *Platform) addRoles(cfg Config, reg prometheus.Registerer, log *slog.Logger) (err error) {
+	if p.api, err = p.backbone.API(cfg.API, reg, log); err != nil {
+		return fmt.Errorf("making the API: %w", err)
+	}
+	if p.dispatcher, err = p.backbone.Dispatcher(cfg.Dispatcher, reg, log); err != nil {
+		return fmt.Errorf("making the dispatcher: %w", err)
+	}
+	var workers, emulators []part
+	for i := range max(cfg.Workers, 1) {
+		wc, ec, name := cfg.Worker, cfg.Engine, "worker-"+strconv.Itoa(i+1)
+		if wc.Name == "" {
+			wc.Name = name
+		}
+		if ec.URL == "" {
+			e, err := emulator.New(cfg.Emulator, log.With("part", "emulator", "name", name))
+			if err != nil {
+				return fmt.Errorf("making the emulator: %w", err)
+			}
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				return fmt.Errorf("listening for the emulator: %w", err)
+			}
+			p.onClose(func() { _ = l.Close() }) // closed already if it ran
+			emulators = append(emulators, part{"emulator of " + name, func(ctx context.Context) error { return e.Serve(ctx, l) }})
+			ec.URL = "http://" + l.Addr().String()
+		}
+		w, err := p.backbone.Worker(wc, ec, reg, log)
+		if err != nil {
+			return fmt.Errorf("making %s: %w", name, err)
+		}
+		p.workers = append(p.workers, w)
+		workers = append(workers, part{name, w.Run})
+	}
+	p.stages = [][]part{{{"api", p.api.Run}}, workers, {{"dispatcher", p.dispatcher.Run}}, emulators}
+	return nil
+}
+
+func setDefault[T comparable](v *T, def T) {
+	var zero T
+	if *v == zero {
+		*v = def
+	}
+}
+
+func (p *Platform) onClose(f func()) { p.closers = append(p.closers, f) }
+
+// Close ends what New started, and what Run has left.
+func (p *Platform) Close() {
+	for i := len(p.closers) - 1; i >= 0; i-- {
+		p.closers[i]()
+	}
+	p.closers = nil
+}
+
+// Addr is the API's address, URL its base.
+func (p *Platform) Addr() string { return p.api.Addr() }
+func (p *Platform) URL() string  { return "http://" + p.api.Addr() }
+
+// NATS is the embedded server; nil if another one is used.
+func (p *Platform) NATS() *embedded.NATS { return p.nats }
+
+// Ready holds a check for each part: nil when it can do its work.
+func (p *Platform) Ready() map[string]func() error {
+	checks := map[string]func() error{"api": p.api.Ready, "dispatcher": p.dispatcher.Ready}
+	for i, w := range p.workers {
+		checks["worker-"+strconv.Itoa(i+1)] = w.Ready
+	}
+	return checks
+}
+
+// Run runs all roles until ctx ends, or one of them fails. It then ends them in order, so that each still finds what it needs: the API first, which finishes
+// the answers that clients wait for, then the workers, which drain, then the rest; and closes the platform.
+func (p *Platform) Run(ctx context.Context) error {
+	defer p.Close()
+	ctx, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
+	type stage struct {
+		stop  context.CancelFunc
+		ended sync.WaitGroup
+	}
+	stages := make([]stage, len(p.stages))
+	var mu sync.Mutex
+	var errs []error
+	for i, parts := range p.stages {
+		// Each stage outlives ctx until it is its turn to end.
+		own, stop := context.WithCancel(context.WithoutCancel(ctx))
+		defer stop()
+		stages[i].stop = stop
+		for _, part := range parts {
+			stages[i].ended.Go(func() {
+				err := part.run(own)
+				if own.Err() == nil && err == nil {
+					err = errors.New("ended by itself")
+				}
+				if err == nil || errors.Is(err, context.Canceled) {
+					return
+				}
+				err = fmt.Errorf("running the %s: %w", part.name, err)
+				mu.Lock()
+				errs = append(errs, err)
+				mu.Unlock()
+				fail(err)
+			})
+		}
+	}
+	<-ctx.Done()
+	for i := range stages {
+		stages[i].stop()
+		stages[i].ended.Wait()
+	}
+	return errors.Join(errs...)
+}
