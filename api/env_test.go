@@ -332,8 +332,8 @@ type worker struct {
 	calls map[job.ID][][]byte
 }
 
-// echo is a reply of n tokens, n being the body's max_tokens.
-func echo(j *job.Job, body []byte) reply {
+// repeat is a reply of n tokens, n being the body's max_tokens.
+func repeat(j *job.Job, body []byte) reply {
 	var b struct {
 		MaxTokens int `json:"max_tokens"`
 	}
@@ -390,10 +390,15 @@ func (e *env) startWorker(answer func(j *job.Job, body []byte) reply) *worker {
 }
 
 func (w *worker) pull(ctx context.Context, kind queue.Kind, class job.Class) {
-	p, err := w.queue.Puller(ctx, queue.PullerConfig{Kind: kind, Model: model, Class: class})
-	if err != nil {
-		w.e.t.Errorf("puller: %v", err)
-		return
+	var p *queue.Puller
+	for p == nil {
+		var err error
+		if p, err = w.queue.Puller(ctx, queue.PullerConfig{Kind: kind, Model: model, Class: class}); err != nil {
+			if ctx.Err() != nil {
+				return
+			}
+			time.Sleep(50 * time.Millisecond)
+		}
 	}
 	defer p.Close()
 	for ctx.Err() == nil {

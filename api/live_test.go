@@ -21,13 +21,13 @@ import (
 func TestSyncCallGetsTheEnginesBytes(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{})
-	w := e.startWorker(echo)
+	w := e.startWorker(repeat)
 	body := `{"seed": 9007199254740993, "model":"test/model-8b", "messages":[{"role":"user","content":"<b>&</b> \u00e9"}],"x":1e400, "max_tokens":3,"x":null,"z":{"b":1,"a":2}}`
 	a := e.send("POST", "/v1/chat/completions", body)
 	if a.status != 200 || a.header.Get("Content-Type") != "application/json" {
 		t.Fatalf("%d %v %s", a.status, a.header, a.body)
 	}
-	if diff := cmp.Diff(echo(nil, []byte(body)).body, string(a.body)); diff != "" {
+	if diff := cmp.Diff(repeat(nil, []byte(body)).body, string(a.body)); diff != "" {
 		t.Error(diff)
 	}
 	id := job.ID(a.header.Get("X-Millrace-Job"))
@@ -41,14 +41,14 @@ func TestStreamPassesChunksThrough(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{})
 	e.startWorker(func(j *job.Job, body []byte) reply {
-		r := echo(j, body)
+		r := repeat(j, body)
 		r.chunks = append(r.chunks, `{"id":"c","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4,"total_tokens":7}}`)
 		return r
 	})
 	// SDKs ask for JSON even when they want a stream.
 	a := e.send("POST", "/v1/chat/completions", chat(4, `,"stream":true,"stream_options":{"include_usage":true}`), "Accept: application/json")
 	var want strings.Builder
-	for _, c := range echo(nil, []byte(`{"max_tokens":4}`)).chunks {
+	for _, c := range repeat(nil, []byte(`{"max_tokens":4}`)).chunks {
 		want.WriteString("data: " + c + "\n\n")
 	}
 	want.WriteString("data: {\"id\":\"c\",\"choices\":[],\"usage\":{\"prompt_tokens\":3,\"completion_tokens\":4,\"total_tokens\":7}}\n\ndata: [DONE]\n\n")
@@ -89,7 +89,7 @@ func TestStreamGetsItsFirstByteWhileNoWorkerExists(t *testing.T) {
 		t.Fatalf("after %v: %q, %v", took, line, err)
 	}
 	// A worker comes: what follows the comments is the engine's stream, with no blank line before it.
-	e.startWorker(echo)
+	e.startWorker(repeat)
 	rest, err := io.ReadAll(in)
 	if err != nil {
 		t.Fatal(err)
@@ -109,7 +109,7 @@ func TestStreamThatFailsAfterItsHeadEndsWithAnErrorEvent(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{})
 	e.startWorker(func(j *job.Job, body []byte) reply {
-		r := echo(j, body)
+		r := repeat(j, body)
 		r.err = job.NewError(job.TypeServer, job.CodeEngineError, "it broke")
 		return r
 	})
@@ -172,7 +172,7 @@ func TestDisconnectCancelsASyncCall(t *testing.T) {
 	never := make(chan struct{})
 	started := make(chan job.ID, 1)
 	e.startWorker(func(j *job.Job, body []byte) reply {
-		r := echo(j, body)
+		r := repeat(j, body)
 		r.before = never
 		started <- j.ID
 		return r
@@ -220,7 +220,7 @@ func TestCallOfADeadWorkerGoesToAnother(t *testing.T) {
 	never := make(chan struct{})
 	started := make(chan struct{}, 1)
 	first := e.startWorker(func(j *job.Job, body []byte) reply {
-		r := echo(j, body)
+		r := repeat(j, body)
 		r.before = never
 		started <- struct{}{}
 		return r
@@ -229,9 +229,9 @@ func TestCallOfADeadWorkerGoesToAnother(t *testing.T) {
 	go func() { answered <- e.send("POST", "/v1/chat/completions", chat(2, "")) }()
 	<-started
 	first.nc.Close() // it falls silent, without a word
-	e.startWorker(echo)
+	e.startWorker(repeat)
 	a := <-answered
-	if a.status != 200 || string(a.body) != echo(nil, []byte(`{"max_tokens":2}`)).body {
+	if a.status != 200 || string(a.body) != repeat(nil, []byte(`{"max_tokens":2}`)).body {
 		t.Errorf("%d %s", a.status, a.body)
 	}
 }
@@ -242,7 +242,7 @@ func TestDeathInMidStreamIsAnErrorEvent(t *testing.T) {
 	each := make(chan struct{}, 1)
 	each <- struct{}{}
 	first := e.startWorker(func(j *job.Job, body []byte) reply {
-		r := echo(j, body)
+		r := repeat(j, body)
 		r.each = each
 		return r
 	})
@@ -274,7 +274,7 @@ func TestHeldCallsSurviveANATSRestart(t *testing.T) {
 	e.nats.stop() // the memory stream is gone
 	e.nats.start(t)
 	eventually(t, "NATS is back", e.nc.IsConnected)
-	e.startWorker(echo)
+	e.startWorker(repeat)
 	if a := <-answered; a.status != 200 {
 		t.Errorf("%d %s", a.status, a.body)
 	}
@@ -283,7 +283,7 @@ func TestHeldCallsSurviveANATSRestart(t *testing.T) {
 func TestLargeBodiesGoByReference(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{MaxBody: 9 << 20})
-	w := e.startWorker(echo)
+	w := e.startWorker(repeat)
 	for _, size := range []int{256 << 10, 256<<10 + 1, 1<<20 - 1, 1 << 20, 1<<20 + 4096, 8 << 20} {
 		body := chat(1, "")
 		body = chat(1, `,"pad":"`+strings.Repeat("p", size-len(body)-len(`,"pad":""`))+`"`)
@@ -315,7 +315,7 @@ func TestSlowAndFastCallsNeverMix(t *testing.T) {
 	e := newEnv(t, api.Config{})
 	slow := make(chan struct{})
 	e.startWorker(func(j *job.Job, body []byte) reply {
-		r := echo(j, body)
+		r := repeat(j, body)
 		r.before = slow
 		return r
 	})
@@ -323,7 +323,7 @@ func TestSlowAndFastCallsNeverMix(t *testing.T) {
 	for i := range 20 {
 		wg.Go(func() {
 			a := e.send("POST", "/v1/chat/completions", chat(i+1, ""))
-			if want := echo(nil, fmt.Appendf(nil, `{"max_tokens":%d}`, i+1)).body; string(a.body) != want {
+			if want := repeat(nil, fmt.Appendf(nil, `{"max_tokens":%d}`, i+1)).body; string(a.body) != want {
 				t.Errorf("call %d got %s", i, a.body)
 			}
 		})

@@ -199,8 +199,11 @@ func New(cfg Config, deps Deps) (*Server, error) {
 // Addr is the address that is open.
 func (s *Server) Addr() string { return s.listener.Addr().String() }
 
+// Close closes the port of a server that never ran.
+func (s *Server) Close() error { return s.listener.Close() }
+
 // Handler serves the routes. It works while Run runs.
-func (s *Server) Handler() http.Handler { return s.echo }
+func (s *Server) Handler() http.Handler { return headAsGet(s.echo) }
 
 // errStopped is why a held call ends when the drain takes too long.
 var errStopped = errors.New("the server stops")
@@ -267,7 +270,6 @@ func (s *Server) routes() *echo.Echo {
 	e := echo.New()
 	e.HideBanner, e.HidePort = true, true
 	e.HTTPErrorHandler = s.handleError
-	e.Pre(headAsGet)
 	e.Use(s.identify, s.observe, s.recoverPanic, s.authenticate)
 
 	e.POST(string(job.ChatCompletions), s.complete(job.ChatCompletions))

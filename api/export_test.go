@@ -1,0 +1,45 @@
+package api
+
+import (
+	"context"
+
+	"github.com/labstack/echo/v4"
+
+	"github.com/millrace/millrace/internal/queue"
+)
+
+// Publisher lets a test stand between the server and its queue.
+type Publisher = publisher
+
+// SetPublisher replaces what stores messages. Call it before the first request.
+func (s *Server) SetPublisher(f func(Publisher) Publisher) { s.publisher = f(s.publisher) }
+
+// PublisherFunc is a Publisher.
+type PublisherFunc func(ctx context.Context, kind queue.Kind, lane queue.Lane, m *queue.Message) error
+
+// Enqueue calls f.
+func (f PublisherFunc) Enqueue(ctx context.Context, kind queue.Kind, lane queue.Lane, m *queue.Message) error {
+	return f(ctx, kind, lane, m)
+}
+
+// Routes are the routes that the server has.
+func (s *Server) Routes() []*echo.Route { return s.echo.Routes() }
+
+// AddRoute adds a route, to see what happens around its handler.
+func (s *Server) AddRoute(path string, h echo.HandlerFunc) { s.echo.GET(path, h) }
+
+var (
+	HashBody    = hashBody
+	MendError   = mendError
+	ValidJSON   = validJSON
+	Chunks      = chunks
+	ParsePrefer = parsePrefer
+	Matches     = matches
+)
+
+func (p preference) String() string {
+	if p.async {
+		return "async " + p.wait.String()
+	}
+	return "sync " + p.wait.String()
+}
