@@ -45,15 +45,15 @@ func (s *Server) readBody(c echo.Context) (body []byte, o *job.Object, release f
 		_, _ = limited(0).Read(make([]byte, 1))
 		return nil, nil, nil, tooLarge
 	}
-	release = func() {}
+	giveBack := func() {} // not the named result, which an error's return sets to nil
 	if r.ContentLength > smallBody || r.ContentLength < 0 {
-		if release, err = s.makeRoom(r); err != nil {
+		if giveBack, err = s.makeRoom(r); err != nil {
 			return nil, nil, nil, err
 		}
 	}
 	defer func() {
 		if err != nil {
-			release()
+			giveBack()
 		}
 	}()
 	in := &patientReader{from: limited(limit), control: control, end: time.Now().Add(bodyTimeout)}
@@ -71,7 +71,7 @@ func (s *Server) readBody(c echo.Context) (body []byte, o *job.Object, release f
 	}
 	body = buf.Bytes()
 	o, err = parseObject(body)
-	return body, o, release, err
+	return body, o, giveBack, err
 }
 
 // makeRoom waits until the bodies held at once leave room for r's.
