@@ -24,7 +24,7 @@ import (
 )
 
 const (
-	model = "emulator-l40s-8b"
+	model = "emulator-a10-7b"
 	key   = "sk-compose-test"
 )
 
@@ -47,7 +47,7 @@ func start(t *testing.T) (*stack, *client.Client) {
 	}
 	s := &stack{
 		project: "millrace-test-" + port,
-		env:     append(os.Environ(), "MILLRACE_PORT="+port, "MILLRACE_API_KEY="+key, "MILLRACE_PROFILE=l40s-8b", "COMPOSE_PROFILES=emulator"),
+		env:     append(os.Environ(), "MILLRACE_PORT="+port, "MILLRACE_API_KEY="+key, "MILLRACE_PROFILE=a10-7b", "COMPOSE_PROFILES=emulator"),
 	}
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 2*time.Minute) // the test's own context has ended
@@ -125,7 +125,7 @@ func submit(t *testing.T, c *client.Client, n, tokens int, name string) []job.ID
 	g.SetLimit(8)
 	for i := range ids {
 		g.Go(func() error {
-			body := fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":"%s %d: count to a hundred"}],"max_tokens":%d}`, model, name, i, tokens)
+			body := fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":"%s %d: count to a hundred"}],"max_tokens":%d,"ignore_eos":true}`, model, name, i, tokens)
 			j, err := c.Submit(ctx, client.Submission{Body: json.RawMessage(body), Key: name + "-" + strconv.Itoa(i)})
 			if err != nil {
 				return fmt.Errorf("submitting job %d: %w", i, err)
@@ -138,6 +138,23 @@ func submit(t *testing.T, c *client.Client, n, tokens int, name string) []job.ID
 		t.Fatal(err)
 	}
 	return ids
+}
+
+// awaitRetry waits until one of the jobs is in its second attempt.
+func awaitRetry(t *testing.T, c *client.Client, ids []job.ID) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); time.Now().Before(deadline); time.Sleep(200 * time.Millisecond) {
+		for _, id := range ids {
+			j, err := c.Job(t.Context(), id, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(j.Attempts) > 1 {
+				return
+			}
+		}
+	}
+	t.Fatal("no job is in its second attempt 20 s after a worker was killed")
 }
 
 // finish waits until every job has ended, and fails the test for each that did not complete with an answer.
@@ -171,13 +188,14 @@ func TestComposeKeepsEveryJobThroughRestarts(t *testing.T) {
 	s, c := start(t)
 	var accepted int
 
-	t.Run("restarts of NATS, Redis and a worker lose and repeat nothing", func(t *testing.T) {
+	t.Run("a killed worker and restarts of NATS and Redis lose and repeat nothing", func(t *testing.T) {
 		ids := submit(t, c, 60, 400, "restart")
 		accepted += len(ids)
-		s.compose(t, "restart", "--no-deps", "--timeout=5", "nats")
-		s.compose(t, "restart", "--no-deps", "--timeout=5", "redis") // it comes back empty
 		s.compose(t, "kill", "worker-1")
 		s.compose(t, "start", "worker-1")
+		awaitRetry(t, c, ids)
+		s.compose(t, "restart", "--no-deps", "--timeout=5", "nats")
+		s.compose(t, "restart", "--no-deps", "--timeout=5", "redis") // it comes back empty
 		finish(t, c, ids)
 		settled(t, s, accepted)
 	})
