@@ -185,6 +185,7 @@ func TestRealEngine(t *testing.T) {
 				break
 			}
 		}
+		p.busy(t)
 		if _, err := p.client.Cancel(t.Context(), j.ID); err != nil {
 			t.Fatal(err)
 		}
@@ -213,6 +214,7 @@ func TestRealEngine(t *testing.T) {
 		if _, err := resp.Body.Read(make([]byte, 1)); err != nil || resp.StatusCode != http.StatusOK {
 			t.Fatalf("status %d, reading the first byte: %v", resp.StatusCode, err)
 		}
+		p.busy(t)
 		leave()
 		p.idle(t)
 	})
@@ -234,20 +236,25 @@ func deltas(t *testing.T, data []byte) string {
 	return text.String()
 }
 
+// busy waits until a worker says that it runs something, which it does by the second.
+func (p *platform) busy(t *testing.T) { p.await(t, func(running int) bool { return running > 0 }) }
+
 // idle waits until no worker runs anything, and fails the test if that takes longer than a stopped engine needs.
-func (p *platform) idle(t *testing.T) {
+func (p *platform) idle(t *testing.T) { p.await(t, func(running int) bool { return running == 0 }) }
+
+func (p *platform) await(t *testing.T, right func(running int) bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
 	for {
 		n, err := p.running(ctx)
-		if err == nil && n == 0 {
+		if err == nil && right(n) {
 			return
 		}
 		select {
 		case <-time.After(50 * time.Millisecond):
 		case <-ctx.Done():
-			t.Fatalf("%d jobs still run after ten seconds (%v)", n, err)
+			t.Fatalf("after ten seconds the workers say that they run %d jobs (%v)", n, err)
 		}
 	}
 }
