@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"os"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -30,30 +29,33 @@ type Config struct {
 	StallTimeout time.Duration
 	// ProbeTimeout bounds one probe. Default 30 s.
 	ProbeTimeout time.Duration
-	// MaxAttempts is how many charged attempts a durable job has; default 5. Deaths is how many deaths of its worker end it; default 3.
+	// RetryDelay is the pause after a durable job's first charged attempt; it doubles with each one, up to a minute. Default 1 s.
+	RetryDelay time.Duration
+	// MaxAttempts is how many charged attempts a durable job has; default 5. MaxDeaths is how many deaths of its worker end it; default 3.
 	MaxAttempts, MaxDeaths int
 }
-
-// maxUncharged bounds how often a job may be given back through no fault of its own, so that nothing circles for ever.
-const maxUncharged = 100
-
-// maxLiveAttempts is how many charged attempts a job has whose client waits on its connection.
-const maxLiveAttempts = 3
 
 var defaults = Config{
 	Drain:        30 * time.Second,
 	StallTimeout: time.Minute,
 	ProbeTimeout: 30 * time.Second,
+	RetryDelay:   time.Second,
 	MaxAttempts:  5,
 	MaxDeaths:    3,
 }
 
-func (c *Config) complete() error {
+// complete fills in the defaults; host is the machine's name, "" if it has none.
+func (c *Config) complete(host string) error {
 	for _, d := range []struct {
 		name  string
 		value *time.Duration
 		def   time.Duration
-	}{{"Drain", &c.Drain, defaults.Drain}, {"StallTimeout", &c.StallTimeout, defaults.StallTimeout}, {"ProbeTimeout", &c.ProbeTimeout, defaults.ProbeTimeout}} {
+	}{
+		{"Drain", &c.Drain, defaults.Drain},
+		{"StallTimeout", &c.StallTimeout, defaults.StallTimeout},
+		{"ProbeTimeout", &c.ProbeTimeout, defaults.ProbeTimeout},
+		{"RetryDelay", &c.RetryDelay, defaults.RetryDelay},
+	} {
 		if *d.value < 0 {
 			return fmt.Errorf("worker: %s is %s, which must not be negative", d.name, *d.value)
 		}
@@ -74,11 +76,10 @@ func (c *Config) complete() error {
 		}
 	}
 	if c.Name == "" {
-		host, err := os.Hostname()
-		if err != nil {
-			return fmt.Errorf("worker: finding the host's name (set Name instead): %w", err)
-		}
 		c.Name = host
+	}
+	if c.Name == "" {
+		return errors.New("worker: this machine has no name: set Name")
 	}
 	if len(c.Name) > 64 {
 		return fmt.Errorf("worker: Name has %d characters, at most 64 are allowed", len(c.Name))

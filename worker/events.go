@@ -1,9 +1,12 @@
 package worker
 
 import (
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
+	"slices"
 	"sync"
 	"time"
 
@@ -12,8 +15,15 @@ import (
 	"github.com/millrace/millrace/internal/results"
 )
 
-// maxKept bounds the bytes of an attempt's events that are kept to restore a wiped stream.
-const maxKept = 16 << 20
+const (
+	// maxKept bounds the bytes of an attempt's events that are kept to restore a wiped stream.
+	maxKept = 16 << 20
+	// writeEvents and writeBytes bound one write.
+	writeEvents = 512
+	writeBytes  = 1 << 20
+	// eventsAgain is the pause after a write that failed.
+	eventsAgain = 200 * time.Millisecond
+)
 
 // eventLog writes one attempt's events into the store in order, as fast as the store takes them: what comes while a write is under way goes with the next.
 // It keeps what it wrote (bounded), and puts it back if the stream is found gone. It never blocks the reading of the engine.
@@ -23,26 +33,34 @@ type eventLog struct {
 	job   *job.Job
 	token job.Token
 	log   *slog.Logger
+	wake  chan struct{}
 
-	mu      sync.Mutex
+	mu      sync.Mutex // guards what follows
 	kept    []job.Event
 	bytes   int
 	unsent  int // index in kept of the first event not yet written
 	n       int64
-	failed  error // ErrFenced: nothing more is written
-	wake    chan struct{}
-	settled chan struct{} // replaced; closed when a write has ended
+	fenced  bool          // a newer attempt has the job: nothing more is written
+	written chan struct{} // closed, and another put in its place, when a write has ended
 }
 
-func newEventLog(store *results.Store, bells *relay.Relay, j *job.Job, token job.Token, n int64, log *slog.Logger) *eventLog {
-	return &eventLog{store: store, bells: bells, job: j, token: token, n: n, log: log, wake: make(chan struct{}, 1), settled: make(chan struct{})}
+// newEventLog begins with the event that the claim has written.
+func newEventLog(store *results.Store, bells *relay.Relay, j *job.Job, c *results.Claim, log *slog.Logger) *eventLog {
+	first := job.Event{N: c.N, Token: c.Token, Kind: job.EventStatus, Data: fmt.Appendf(nil, `{"status":"running","attempt":%d}`, c.Charged+c.Uncharged+1)}
+	if c.Restarted {
+		first.Kind, first.Data = job.EventReset, fmt.Appendf(nil, `{"text":"","attempt":%d}`, c.Charged+c.Uncharged+1)
+	}
+	return &eventLog{
+		store: store, bells: bells, job: j, token: c.Token, log: log, wake: make(chan struct{}, 1),
+		kept: []job.Event{first}, bytes: len(first.Data), unsent: 1, n: c.N, written: make(chan struct{}),
+	}
 }
 
 // add appends a token event with its own copy of data.
 func (l *eventLog) add(data []byte) {
 	l.mu.Lock()
 	l.n++
-	l.kept = append(l.kept, job.Event{N: l.n, Token: l.token, Kind: job.EventToken, Data: append([]byte(nil), data...)})
+	l.kept = append(l.kept, job.Event{N: l.n, Token: l.token, Kind: job.EventToken, Data: bytes.Clone(data)})
 	l.bytes += len(data)
 	for l.bytes > maxKept && len(l.kept) > 1 { // the oldest are given up: who resumes there gets a gap
 		l.bytes -= len(l.kept[0].Data)
@@ -51,6 +69,20 @@ func (l *eventLog) add(data []byte) {
 		l.unsent = max(0, l.unsent-1)
 	}
 	l.mu.Unlock()
+	l.signal()
+}
+
+// check has the last event written once more. That changes nothing, unless the stream is gone: then all is put back.
+func (l *eventLog) check() {
+	l.mu.Lock()
+	if l.unsent == len(l.kept) {
+		l.unsent--
+	}
+	l.mu.Unlock()
+	l.signal()
+}
+
+func (l *eventLog) signal() {
 	select {
 	case l.wake <- struct{}{}:
 	default:
@@ -66,73 +98,91 @@ func (l *eventLog) last() int64 {
 
 // run writes until ctx ends. fenced is called once if a newer attempt has the job.
 func (l *eventLog) run(ctx context.Context, fenced func()) {
+	gone := false // the stream has to be made anew
 	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-l.wake:
-		}
-		for {
-			l.mu.Lock()
-			batch := l.kept[l.unsent:]
-			l.mu.Unlock()
-			if len(batch) == 0 {
-				break
-			}
-			err := l.write(ctx, batch)
-			if errors.Is(err, results.ErrFenced) {
-				l.mu.Lock()
-				l.failed = err
-				l.mu.Unlock()
-				fenced()
-				l.announce()
+		batch := l.next()
+		if len(batch) == 0 {
+			select {
+			case <-ctx.Done():
 				return
-			}
-			if err != nil { // the store is away: the events wait here, bounded
-				select {
-				case <-ctx.Done():
-					return
-				case <-time.After(200 * time.Millisecond):
-				}
+			case <-l.wake:
 				continue
 			}
-			l.mu.Lock()
-			sent := batch[len(batch)-1].N
-			for l.unsent < len(l.kept) && l.kept[l.unsent].N <= sent {
-				l.unsent++
-			}
-			l.mu.Unlock()
-			l.announce()
+		}
+		err := l.write(ctx, batch, gone)
+		switch {
+		case err == nil:
+			gone = false
+			l.sent(batch[len(batch)-1].N)
 			l.bells.Bell(l.job.ID)
+		case errors.Is(err, results.ErrGone):
+			l.log.Warn("the event stream is gone: putting the attempt's events back")
+			gone = true
+			l.again()
+		case errors.Is(err, results.ErrFenced):
+			l.end()
+			fenced()
+			return
+		default: // the store is away: the events wait here, bounded
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(eventsAgain):
+			}
 		}
 	}
 }
 
-// announce tells those who flush that a write has ended.
-func (l *eventLog) announce() {
+// next is what is written next, in a slice of its own.
+func (l *eventLog) next() []job.Event {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	close(l.settled)
-	l.settled = make(chan struct{})
-}
-
-func (l *eventLog) write(ctx context.Context, batch []job.Event) error {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
-	defer cancel()
-	err := l.store.Append(ctx, l.job, batch)
-	if errors.Is(err, results.ErrGone) {
-		l.log.Warn("the event stream is gone: putting the attempt's events back")
-		err = l.restore(ctx)
+	n, size := 0, 0
+	rest := l.kept[l.unsent:]
+	for n < len(rest) && n < writeEvents && (n == 0 || size+len(rest[n].Data) <= writeBytes) {
+		size += len(rest[n].Data)
+		n++
 	}
-	return err
+	return slices.Clone(rest[:n])
 }
 
-// restore puts all kept events into a stream that is gone.
-func (l *eventLog) restore(ctx context.Context) error {
+func (l *eventLog) write(ctx context.Context, batch []job.Event, gone bool) error {
+	ctx, cancel := context.WithTimeout(ctx, storeTimeout)
+	defer cancel()
+	if gone {
+		return l.store.Restore(ctx, l.job, batch)
+	}
+	return l.store.Append(ctx, l.job, batch)
+}
+
+// sent notes that all events up to number n are written.
+func (l *eventLog) sent(n int64) {
 	l.mu.Lock()
-	kept := l.kept
-	l.mu.Unlock()
-	return l.store.Restore(ctx, l.job, kept)
+	defer l.mu.Unlock()
+	for l.unsent < len(l.kept) && l.kept[l.unsent].N <= n {
+		l.unsent++
+	}
+	l.tellLocked()
+}
+
+// again has all that is kept written again.
+func (l *eventLog) again() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.unsent = 0
+}
+
+func (l *eventLog) end() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.fenced = true
+	l.tellLocked()
+}
+
+// tellLocked tells those who flush that a write has ended.
+func (l *eventLog) tellLocked() {
+	close(l.written)
+	l.written = make(chan struct{})
 }
 
 // flush returns when all events are written, a newer attempt has the job, or limit has passed.
@@ -141,13 +191,13 @@ func (l *eventLog) flush(ctx context.Context, limit time.Duration) {
 	defer cancel()
 	for {
 		l.mu.Lock()
-		done, settled := l.unsent == len(l.kept) || l.failed != nil, l.settled
+		done, written := l.unsent == len(l.kept) || l.fenced, l.written
 		l.mu.Unlock()
 		if done {
 			return
 		}
 		select {
-		case <-settled:
+		case <-written:
 		case <-ctx.Done():
 			return
 		}

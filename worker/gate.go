@@ -18,8 +18,14 @@ const growth = 16
 // fill is the share of the KV cache that may be counted as used after a start.
 const fill = 0.97
 
-// errClosed: the worker starts nothing more.
-var errClosed = errors.New("the worker starts no more work")
+// maxPull bounds what one pull asks for.
+const maxPull = 32
+
+// Why a job in hand does not start here.
+var (
+	errClosed = errors.New("the worker starts no more work")
+	errShut   = errors.New("the engine is not ready")
+)
 
 // gate decides what starts and when: it keeps the ledger of the engine's KV cache and the jobs in hand in the order in which they may start.
 // After any mix of success, failure, cancel and panic the ledger is back at zero when nothing runs.
@@ -44,7 +50,8 @@ type ticket struct {
 	class  int // rank
 	prompt job.Tokens
 	seqs   int
-	start  chan *reservation // gets one value
+	start  chan *reservation // gets one value, nil if the job is sent away
+	why    error             // set before nil is sent
 }
 
 // reservation is what a running job holds of the KV cache.
@@ -59,13 +66,18 @@ func newGate() *gate {
 	return &gate{running: map[*reservation]struct{}{}, changed: make(chan struct{}), typical: 256}
 }
 
-// enter waits in class order until the job may start, or ctx ends, or the gate closes for good (errClosed). A cost is the job's as admitted.
+// enter waits in class order until the job may start. It may be sent away: when ctx ends (its cause), while the engine is not ready (errShut), and for good (errClosed).
+// A cost is the job's as admitted.
 func (g *gate) enter(ctx context.Context, class job.Class, cost job.Cost) (*reservation, error) {
 	t := &ticket{class: class.Rank(), prompt: cost.Prompt, seqs: max(1, cost.Answers), start: make(chan *reservation, 1)}
 	g.mu.Lock()
-	if g.closed {
+	switch {
+	case g.closed:
 		g.mu.Unlock()
 		return nil, errClosed
+	case !g.open:
+		g.mu.Unlock()
+		return nil, errShut
 	}
 	at, _ := slices.BinarySearchFunc(g.hand, t, func(a, b *ticket) int {
 		if a.class <= b.class { // behind all of its own class
@@ -80,7 +92,7 @@ func (g *gate) enter(ctx context.Context, class job.Class, cost job.Cost) (*rese
 	select {
 	case r := <-t.start:
 		if r == nil {
-			return nil, errClosed
+			return nil, t.why
 		}
 		return r, nil
 	case <-ctx.Done():
@@ -90,9 +102,7 @@ func (g *gate) enter(ctx context.Context, class job.Class, cost job.Cost) (*rese
 	if i := slices.Index(g.hand, t); i >= 0 {
 		g.hand = slices.Delete(g.hand, i, i+1)
 		g.startLocked() // it may have stood before others
-		return nil, context.Cause(ctx)
-	}
-	if r := <-t.start; r != nil { // it started in that moment
+	} else if r := <-t.start; r != nil { // it started in that moment
 		g.releaseLocked(r)
 	}
 	return nil, context.Cause(ctx)
@@ -122,7 +132,7 @@ func (g *gate) fitsLocked(prompt job.Tokens, seqs int) bool {
 	if g.limit > 0 && g.seqs+seqs > g.limit {
 		return false
 	}
-	return g.usedLocked()+prompt+job.Tokens(growth*seqs) <= job.Tokens(fill*float64(g.capacity))
+	return prompt+job.Tokens(growth*seqs) <= g.freeLocked()
 }
 
 // usedLocked is the larger of what the engine says and what the ledger says, with the growth of what runs.
@@ -173,24 +183,32 @@ func (g *gate) observe(l engine.Load) {
 	g.startLocked()
 }
 
-// setOpen opens the gate, or holds all work in hand.
+// setOpen opens the gate, or sends away what is in hand and what comes: others may have room.
 func (g *gate) setOpen(open bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.open = open
+	g.open = open && !g.closed
+	if !open {
+		g.sendAwayLocked(errShut)
+	}
 	g.startLocked()
 }
 
-// close sends all in hand away with errClosed, and all who come later.
+// close sends away what is in hand and what comes, for good.
 func (g *gate) close() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.open, g.closed = false, true
+	g.sendAwayLocked(errClosed)
+	g.startLocked()
+}
+
+func (g *gate) sendAwayLocked(why error) {
 	for _, t := range g.hand {
+		t.why = why
 		t.start <- nil
 	}
 	g.hand = nil
-	g.startLocked()
 }
 
 // status is the gate at one moment.
@@ -203,7 +221,7 @@ type status struct {
 func (g *gate) status() status {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return status{capacity: g.capacity, free: max(0, job.Tokens(fill*float64(g.capacity))-g.usedLocked()), running: len(g.running), inHand: len(g.hand), level: g.levelLocked()}
+	return status{capacity: g.capacity, free: max(0, g.freeLocked()), running: len(g.running), inHand: len(g.hand), level: g.levelLocked()}
 }
 
 // levelLocked is the priority of a pull, 0..9, the least loaded first: the tenths of the KV cache (or of the sequences, where fewer of those are free) in use.
@@ -224,21 +242,33 @@ type wish struct {
 	busy         bool // something runs or is in hand
 }
 
-// want tells what may be pulled now for a class (rank), or that nothing may be and a channel that is closed when that may have changed.
+// want tells what may be pulled now for a class (rank), or that nothing may be and a channel that is closed when that may have changed. Of a class nothing is pulled while
+// a job of it or of a higher one is in hand: it could not start before that one.
 func (g *gate) want(class int) (wish, <-chan struct{}) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	typical := job.Tokens(max(1, math.Round(g.typical)))
-	if !g.open || (len(g.hand) > 0 && g.hand[0].class < class) || !g.fitsLocked(typical, 1) {
+	if !g.open || (len(g.hand) > 0 && g.hand[0].class <= class) {
 		return wish{}, g.changed
 	}
-	// As many typical jobs as raise the level by at most one step, of those that fit now.
-	step := float64(g.capacity) / 10
+	typical := job.Tokens(max(1, math.Round(g.typical))) + growth
+	room := int(g.freeLocked() / typical)
+	// As many typical jobs as raise the level by at most one step.
+	step := int(g.capacity / 10 / typical)
 	if g.limit > 0 {
-		step = min(step, float64(g.limit)/10*float64(typical+growth))
+		room = min(room, g.limit-g.seqs)
+		step = min(step, g.limit/10)
 	}
-	batch := max(1, min(32, int(step/float64(typical+growth))))
-	return wish{batch: batch, level: g.levelLocked(), busy: len(g.running)+len(g.hand) > 0}, g.changed
+	for _, t := range g.hand {
+		room -= 1 + int(t.prompt/typical)
+	}
+	busy := len(g.running)+len(g.hand) > 0
+	if !busy {
+		room = max(room, 1) // an idle engine gets anything
+	}
+	if room < 1 {
+		return wish{}, g.changed
+	}
+	return wish{batch: min(room, max(step, 1), maxPull), level: g.levelLocked(), busy: busy}, g.changed
 }
 
 // idle reports whether nothing runs.
@@ -247,3 +277,13 @@ func (g *gate) idle() bool {
 	defer g.mu.Unlock()
 	return len(g.running) == 0
 }
+
+// full reports whether the engine runs as many sequences as it can.
+func (g *gate) full() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.limit > 0 && g.seqs >= g.limit
+}
+
+// freeLocked is what may still be granted.
+func (g *gate) freeLocked() job.Tokens { return job.Tokens(fill*float64(g.capacity)) - g.usedLocked() }

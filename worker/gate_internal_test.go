@@ -108,22 +108,31 @@ func TestGateBelievesTheWorseOfEngineAndLedger(t *testing.T) {
 	r.release()
 }
 
-func TestGateClosedSendsAllAway(t *testing.T) {
+func TestGateSendsAllAwayWhenTheEngineIsNotReadyAndForGood(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g := newGate()
-		var wg sync.WaitGroup
-		for range 3 {
-			wg.Go(func() {
-				if _, err := g.enter(t.Context(), job.Standard, cost(1)); !errors.Is(err, errClosed) {
-					t.Error(err)
-				}
-			})
+		g := openGate(1000, 0)
+		if _, err := g.enter(t.Context(), job.Standard, cost(900)); err != nil {
+			t.Fatal(err)
 		}
-		synctest.Wait()
-		g.close()
-		wg.Wait()
-		if _, err := g.enter(t.Context(), job.Standard, cost(1)); !errors.Is(err, errClosed) {
-			t.Error(err)
+		for _, c := range []struct {
+			want error
+			send func()
+		}{{errShut, func() { g.setOpen(false) }}, {errClosed, g.close}} {
+			g.setOpen(true)
+			var wg sync.WaitGroup
+			for range 3 {
+				wg.Go(func() {
+					if _, err := g.enter(t.Context(), job.Standard, cost(900)); !errors.Is(err, c.want) {
+						t.Errorf("got %v, want %v", err, c.want)
+					}
+				})
+			}
+			synctest.Wait()
+			c.send()
+			wg.Wait()
+			if _, err := g.enter(t.Context(), job.Standard, cost(1)); !errors.Is(err, c.want) {
+				t.Errorf("got %v, want %v", err, c.want)
+			}
 		}
 	})
 }
@@ -162,7 +171,7 @@ func TestGateLedgerReturnsToZero(t *testing.T) {
 	}
 }
 
-func TestWantPullsNothingLowerWhileAHigherClassIsInHand(t *testing.T) {
+func TestWantPullsNothingBehindAJobInHand(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := openGate(1000, 0)
 		r, err := g.enter(t.Context(), job.Standard, cost(300))
@@ -174,20 +183,54 @@ func TestWantPullsNothingLowerWhileAHigherClassIsInHand(t *testing.T) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		var wg sync.WaitGroup
-		wg.Go(func() { _, _ = g.enter(ctx, job.Interactive, cost(700)) })
+		wg.Go(func() { _, _ = g.enter(ctx, job.Standard, cost(700)) })
 		synctest.Wait()
-		if w, _ := g.want(job.Batch.Rank()); w.batch != 0 {
-			t.Error("batch is pulled while interactive work is in hand")
+		for _, c := range []job.Class{job.Standard, job.Batch} {
+			if w, _ := g.want(c.Rank()); w.batch != 0 {
+				t.Errorf("%s is pulled while standard work is in hand", c)
+			}
 		}
-		w, changed := g.want(job.Interactive.Rank())
-		if w.batch == 0 {
-			t.Error("interactive work is not pulled though a typical job fits")
-		}
+		_, changed := g.want(job.Standard.Rank())
 		cancel()
 		wg.Wait()
 		<-changed
+		if w, _ := g.want(job.Interactive.Rank()); w.batch == 0 {
+			t.Error("interactive work is not pulled though there is room")
+		}
 		r.release()
 	})
+}
+
+func TestWantAsksForNoMoreThanFits(t *testing.T) {
+	t.Parallel()
+	g := openGate(100_000, 40)
+	if w, _ := g.want(0); w.batch != 4 { // a tenth of the sequences
+		t.Errorf("an empty engine pulls %d", w.batch)
+	}
+	var all []*reservation
+	for range 39 {
+		r, err := g.enter(t.Context(), job.Standard, cost(1))
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, r)
+	}
+	if w, _ := g.want(0); w.batch != 1 {
+		t.Errorf("with room for one sequence %d are pulled", w.batch)
+	}
+	r, err := g.enter(t.Context(), job.Standard, cost(1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w, changed := g.want(0)
+	if w.batch != 0 {
+		t.Errorf("a full engine pulls %d", w.batch)
+	}
+	r.release()
+	<-changed
+	for _, r := range all {
+		r.release()
+	}
 }
 
 func TestRate(t *testing.T) {
@@ -208,7 +251,7 @@ func TestRate(t *testing.T) {
 func TestRetryDelayDoublesToAMinute(t *testing.T) {
 	t.Parallel()
 	for n, want := range []time.Duration{1, 2, 4, 8, 16, 32, 60, 60} {
-		if got := retryDelay(n); got != want*time.Second {
+		if got := retryDelay(time.Second, n); got != want*time.Second {
 			t.Errorf("after %d tries: %s, want %s", n, got, want*time.Second)
 		}
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"runtime/debug"
 	"sync"
 	"time"
@@ -17,16 +18,27 @@ const (
 	expiryBusy = 250 * time.Millisecond // of a pull while anything runs or is in hand: its level is soon old
 	expiryIdle = 5 * time.Second
 	elsewhere  = 500 * time.Millisecond // in hand for so long: look whether another worker has room; handed back for so long
+	pullAgain  = time.Second            // after a pull that could not even be sent
 )
 
 // pull keeps at most one pull of a consumer outstanding, and does not pull again before all of it has started, until ctx ends. Deliveries run under run.
 func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveries *sync.WaitGroup) {
-	rank := cfg.Class.Rank() // -1 for the own lane, which has all classes: pulled whenever there is room
-	p := w.puller(ctx, cfg)
+	log := w.log.With("model", cfg.Model, "kind", cfg.Kind, "class", cfg.Class)
+	p := w.puller(ctx, log, cfg)
 	if p == nil {
 		return
 	}
 	defer p.Close()
+	drained := make(chan struct{})
+	context.AfterFunc(ctx, func() { // also ends a pull that is under way
+		defer close(drained)
+		p.Drain()
+	})
+	defer func() { <-drained }() // pull returns once ctx has ended
+
+	rank := cfg.Class.Rank() // -1 for the own lane, which has all classes: pulled whenever there is room
+	failing := false
+	left := make(chan struct{}, 2*maxPull) // gets a value for each delivery that has left the hand
 	for {
 		wish, changed := w.gate.want(rank)
 		if wish.batch == 0 {
@@ -37,88 +49,97 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 				continue
 			}
 		}
-		if ctx.Err() != nil {
-			return
-		}
 		expires := expiryIdle
 		if wish.busy {
 			expires = expiryBusy
 		}
-		pulled, err := p.Pull(run, queue.PullRequest{Batch: wish.batch, Expires: expires, Level: wish.level})
+		pulled, err := p.Pull(ctx, queue.PullRequest{Batch: wish.batch, Expires: expires, Level: wish.level})
 		if err != nil {
-			w.log.Warn("pulling", "model", cfg.Model, "kind", cfg.Kind, "class", cfg.Class, "err", err)
+			if ctx.Err() == nil && !failing { // once per outage
+				log.Warn("pulling: trying again", "err", err)
+			}
+			failing = true
 			select {
 			case <-ctx.Done():
 				return
-			case <-time.After(time.Second):
+			case <-time.After(pullAgain):
 			}
 			continue
 		}
-		var inHand sync.WaitGroup
+		failing = false
+		inHand := 0
 		for d := range pulled {
-			inHand.Add(1)
-			deliveries.Go(func() { w.handle(ctx, run, d, sync.OnceFunc(inHand.Done)) })
+			inHand++
+			deliveries.Go(func() { w.handle(ctx, run, d, sync.OnceFunc(func() { left <- struct{}{} })) })
 		}
-		inHand.Wait()
+		for ; inHand > 0; inHand-- {
+			<-left
+		}
 	}
 }
 
 // puller makes a consumer's puller, or nil if ctx ends first.
-func (w *Worker) puller(ctx context.Context, cfg queue.PullerConfig) *queue.Puller {
+func (w *Worker) puller(ctx context.Context, log *slog.Logger, cfg queue.PullerConfig) *queue.Puller {
 	for {
 		p, err := w.deps.Queue.Puller(ctx, cfg)
 		if err == nil {
 			return p
 		}
 		if ctx.Err() == nil {
-			w.log.Warn("making a consumer: trying again", "model", cfg.Model, "kind", cfg.Kind, "class", cfg.Class, "err", err)
+			log.Warn("making a consumer: trying again", "err", err)
 		}
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-time.After(time.Second):
+		case <-time.After(pullAgain):
 		}
 	}
 }
 
-// handle runs one delivery to its Ack or Nak. started is called when it has left the hand.
+// handle runs one delivery to its answer. started is called when it has left the hand, which it does at once when ctx ends.
 func (w *Worker) handle(ctx, run context.Context, d *queue.Delivery, started func()) {
 	defer started()
 	j := &d.Job
-	log := w.log.With("job", j.ID, "model", j.Model, "tenant", j.Tenant)
-	pulse := newPulse(d)
-	defer pulse.stop()
+	h := hold(d, w.log.With("job", j.ID, "model", j.Model, "tenant", j.Tenant))
+	defer h.close()
 	defer func() {
-		if p := recover(); p != nil { // a bug of ours: the job goes to the next, and is charged by its next claim
-			w.metrics.panics.Inc()
-			log.Error("panic while running a job", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
-			_ = d.Nak(time.Second)
+		if p := recover(); p != nil { // a bug of ours outside of the call, which has a net of its own: the job goes to the next
+			w.panicked(h.log, p)
+			h.nak(elsewhere)
 		}
 	}()
-	hand, leave := context.WithCancelCause(ctx)
-	defer leave(nil)
-	glance := every(elsewhere, func() {
-		if w.roomElsewhere(j) {
-			leave(errElsewhere)
-		}
-	})
-	reservation, err := w.gate.enter(hand, j.Class, j.Cost)
-	glance.stop()
-	if err != nil {
-		delay := time.Duration(0)
-		if errors.Is(err, errElsewhere) {
-			delay = elsewhere
-		}
-		w.nak(log, d, delay)
+	reservation, err := w.enter(ctx, d)
+	switch {
+	case err == nil:
+	case errors.Is(err, errClosed), ctx.Err() != nil:
+		h.nak(0)
+		return
+	default:
+		h.nak(elsewhere)
 		return
 	}
 	defer reservation.release()
 	started()
 	if j.Live() {
-		w.runLive(run, log, d, reservation)
-		return
+		w.runLive(run, h, reservation)
+	} else {
+		w.runDurable(run, h, reservation)
 	}
-	w.runDurable(run, log, d, reservation, pulse)
+}
+
+// enter waits in hand until the job may start. A job that all workers may have does not wait while another one has room.
+func (w *Worker) enter(ctx context.Context, d *queue.Delivery) (*reservation, error) {
+	ctx, leave := context.WithCancelCause(ctx)
+	defer leave(nil)
+	if d.Lane == queue.AnyLane {
+		glance := every(elsewhere, func() {
+			if w.roomElsewhere(&d.Job) {
+				leave(errElsewhere)
+			}
+		})
+		defer glance.stop()
+	}
+	return w.gate.enter(ctx, d.Job.Class, d.Job.Cost)
 }
 
 // roomElsewhere tells whether another worker could start the job at once.
@@ -129,4 +150,10 @@ func (w *Worker) roomElsewhere(j *job.Job) bool {
 		}
 	}
 	return false
+}
+
+// panicked counts and tells a panic that was caught.
+func (w *Worker) panicked(log *slog.Logger, p any) {
+	w.metrics.panics.Inc()
+	log.Error("panic while running a job", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
 }

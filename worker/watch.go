@@ -2,6 +2,7 @@ package worker
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -14,42 +15,49 @@ import (
 )
 
 const (
-	scrapeBusy   = 250 * time.Millisecond // between looks at a working engine
-	scrapeIdle   = 2 * time.Second
-	relist       = 30 * time.Second // between looks at which models it serves
-	remember     = time.Minute      // between notes that the models are served
-	suspectCalls = 3                // failed calls or looks in a row after which the engine is probed
+	scrapeBusy    = 250 * time.Millisecond // between looks at a working engine
+	scrapeIdle    = 2 * time.Second
+	scrapeTimeout = 2 * time.Second
+	relist        = 30 * time.Second // between looks at which models it serves
+	suspectCalls  = 3                // failed calls or looks in a row after which the engine is probed
 )
 
-// watch keeps the gate open while the engine is ready, until ctx ends. serve is called once for each model that is served, while serving has not ended.
-func (w *Worker) watch(ctx context.Context, serve func(job.Model), serving context.Context) {
+// doubt is why the engine should be looked at now. state Stalled is no question any more.
+type doubt struct {
+	state cluster.WorkerState
+	why   string
+}
+
+// watch keeps the gate open while the engine is ready, until ctx ends. serve begins to pull for a model that is served, and returns what ends that.
+func (w *Worker) watch(ctx context.Context, serve func(job.Model) context.CancelFunc) {
 	for {
-		if !w.becomeReady(ctx, serve, serving) {
+		if !w.becomeReady(ctx, serve) {
 			return
 		}
-		w.alive()
+		select { // doubts of before the probe
+		case <-w.suspect:
+		default:
+		}
 		w.badCalls.Store(0)
+		w.resume()
 		w.setState(cluster.Ready, "")
 		w.gate.setOpen(true)
-		state, reason := w.whileReady(ctx, serve, serving)
+		state, reason := w.whileReady(ctx, serve)
 		w.gate.setOpen(false)
 		if ctx.Err() != nil {
 			return
 		}
 		w.setState(state, reason)
 		w.metrics.unready.WithLabelValues(string(state)).Inc()
-		if state == cluster.Stalled {
-			w.stopAttempts(errStalled)
-		}
 	}
 }
 
 // becomeReady tries until the engine has completed one token, and tells false if ctx ended first.
-func (w *Worker) becomeReady(ctx context.Context, serve func(job.Model), serving context.Context) bool {
+func (w *Worker) becomeReady(ctx context.Context, serve func(job.Model) context.CancelFunc) bool {
 	b := backoff.NewExponentialBackOff()
 	b.InitialInterval, b.MaxInterval = 100*time.Millisecond, 2*time.Second
 	for {
-		err := w.prepare(ctx, serve, serving)
+		err := w.prepare(ctx, serve)
 		if err == nil {
 			return true
 		}
@@ -57,7 +65,7 @@ func (w *Worker) becomeReady(ctx context.Context, serve func(job.Model), serving
 			return false
 		}
 		w.mu.Lock()
-		if w.state == cluster.Starting || w.state == cluster.Unready || w.state == cluster.Stalled {
+		if w.state != cluster.Draining {
 			w.reason = err.Error()
 		}
 		w.mu.Unlock()
@@ -70,12 +78,12 @@ func (w *Worker) becomeReady(ctx context.Context, serve func(job.Model), serving
 }
 
 // prepare asks the engine all that must be known before work is taken, the probe last.
-func (w *Worker) prepare(ctx context.Context, serve func(job.Model), serving context.Context) error {
-	short, cancel := context.WithTimeout(ctx, 5*time.Second)
+func (w *Worker) prepare(ctx context.Context, serve func(job.Model) context.CancelFunc) error {
+	short, cancel := context.WithTimeout(ctx, storeTimeout)
 	defer cancel()
 	kind, err := w.deps.Engine.Detect(short)
 	if err != nil {
-		return fmt.Errorf("detecting the engine: %w", err)
+		return err
 	}
 	models, err := w.listModels(short)
 	if err != nil {
@@ -83,61 +91,75 @@ func (w *Worker) prepare(ctx context.Context, serve func(job.Model), serving con
 	}
 	load, err := w.deps.Engine.Load(short)
 	if err != nil {
-		return fmt.Errorf("reading the engine's load: %w", err)
+		return err
 	}
 	probe, cancelProbe := context.WithTimeout(ctx, w.cfg.ProbeTimeout)
 	defer cancelProbe()
 	if err := w.deps.Engine.Probe(probe, models[0].Model); err != nil {
-		return fmt.Errorf("probing model %s: %w", models[0].Model, err)
+		return err
 	}
 	w.mu.Lock()
 	w.kind = kind
 	w.mu.Unlock()
 	w.see(load)
-	w.adopt(ctx, models, serve, serving)
+	w.adopt(ctx, models, serve)
 	return nil
 }
 
+// listModels lists the models to serve, at least one.
 func (w *Worker) listModels(ctx context.Context) ([]engine.ModelInfo, error) {
 	models, err := w.deps.Engine.Models(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("listing the engine's models: %w", err)
+		return nil, err
 	}
 	if len(w.cfg.Models) > 0 {
 		models = slices.DeleteFunc(models, func(m engine.ModelInfo) bool { return !slices.Contains(w.cfg.Models, m.Model) })
 	}
-	if len(models) == 0 {
+	switch {
+	case len(models) > 0:
+		return models, nil
+	case len(w.cfg.Models) > 0:
 		return nil, fmt.Errorf("the engine serves none of the wanted models %v", w.cfg.Models)
+	default:
+		return nil, errors.New("the engine serves no models")
 	}
-	return models, nil
 }
 
 // see takes a reading of the engine.
 func (w *Worker) see(l engine.Load) {
 	w.gate.observe(l)
+	w.progress.tells(l.GeneratedTokens >= 0)
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if w.source != l.Source && l.Source == "estimated" {
+	if w.source != l.Source && l.Source == engine.SourceEstimated {
 		w.log.Warn("the engine does not tell its KV capacity: the configured one is used", "tokens", l.Capacity())
 	}
 	w.source = l.Source
 	w.largest = l.LargestRank()
-	for _, length := range w.models {
-		if length > 0 && (w.largest == 0 || length < w.largest) {
-			w.largest = length
+	for _, m := range w.models {
+		if m.length > 0 {
+			w.largest = min(w.largest, m.length)
 		}
 	}
 }
 
-// adopt begins to serve the models that are new, and remembers all.
-func (w *Worker) adopt(ctx context.Context, models []engine.ModelInfo, serve func(job.Model), serving context.Context) {
+// adopt begins to serve the models that are new, ends those that are gone, and has all remembered.
+func (w *Worker) adopt(ctx context.Context, models []engine.ModelInfo, serve func(job.Model) context.CancelFunc) {
 	var fresh []job.Model
 	w.mu.Lock()
-	for _, m := range models {
-		if _, known := w.models[m.Model]; !known {
-			fresh = append(fresh, m.Model)
+	for name, m := range w.models {
+		if !slices.ContainsFunc(models, func(i engine.ModelInfo) bool { return i.Model == name }) {
+			m.stop()
+			delete(w.models, name)
 		}
-		w.models[m.Model] = m.ContextLength
+	}
+	for _, m := range models {
+		if have := w.models[m.Model]; have != nil {
+			have.length = m.ContextLength
+		} else {
+			fresh = append(fresh, m.Model)
+			w.models[m.Model] = &served{length: m.ContextLength, stop: func() {}}
+		}
 	}
 	largest, kind := w.largest, w.kind
 	w.mu.Unlock()
@@ -146,78 +168,68 @@ func (w *Worker) adopt(ctx context.Context, models []engine.ModelInfo, serve fun
 		if m.ContextLength > 0 {
 			fit = min(fit, m.ContextLength)
 		}
-		short, cancel := context.WithTimeout(ctx, 5*time.Second)
+		short, cancel := context.WithTimeout(ctx, storeTimeout)
 		err := w.deps.Cluster.Remember(short, cluster.KnownModel{Model: m.Model, Largest: fit, Seen: time.Now().UnixMilli(), Engine: string(kind)})
 		cancel()
-		if err != nil { // said again in a minute; heartbeats carry it meanwhile
+		if err != nil { // said again soon; heartbeats carry it meanwhile
 			w.log.Warn("remembering a served model", "model", m.Model, "err", err)
 		}
 	}
-	if serving.Err() == nil {
-		for _, m := range fresh {
-			serve(m)
-		}
+	for _, m := range fresh {
+		stop := serve(m)
+		w.mu.Lock()
+		w.models[m].stop = stop
+		w.mu.Unlock()
 	}
 }
 
 // whileReady returns why the engine is not ready any more, or when ctx ends.
-func (w *Worker) whileReady(ctx context.Context, serve func(job.Model), serving context.Context) (cluster.WorkerState, string) {
-	var generated int64 = -1
+func (w *Worker) whileReady(ctx context.Context, serve func(job.Model) context.CancelFunc) (cluster.WorkerState, string) {
+	generated := int64(-1)
 	failures := 0
-	listed, remembered := time.Now(), time.Now()
+	listed := time.Now()
 	timer := time.NewTimer(scrapeBusy)
 	defer timer.Stop()
 	for {
-		why := ""
+		var d doubt
 		select {
 		case <-ctx.Done():
 			return "", ""
-		case why = <-w.suspect:
+		case d = <-w.suspect:
+			if d.state == cluster.Stalled {
+				return d.state, d.why
+			}
 		case <-timer.C:
 		}
-		now := time.Now()
-		short, cancel := context.WithTimeout(ctx, 2*time.Second)
-		load, err := w.deps.Engine.Load(short)
-		cancel()
-		switch {
-		case err != nil:
+		load, err := w.load(ctx)
+		if err != nil {
 			w.metrics.scrapeErrors.Inc()
-			if failures++; failures >= suspectCalls && why == "" {
-				why = fmt.Sprintf("its metrics cannot be read: %v", err)
+			if failures++; failures >= suspectCalls && d.why == "" {
+				d.why = fmt.Sprintf("its metrics cannot be read: %v", err)
 			}
-		default:
+		} else {
 			failures = 0
 			w.see(load)
-			if load.GeneratedTokens > generated && generated >= 0 {
-				w.alive()
+			if load.GeneratedTokens > generated {
+				w.progress.alive()
 			}
 			generated = load.GeneratedTokens
 		}
-		if why != "" {
+		if d.why != "" {
 			probe, cancel := context.WithTimeout(ctx, w.cfg.ProbeTimeout)
 			err := w.probe(probe)
 			cancel()
 			if err != nil && ctx.Err() == nil {
-				return cluster.Unready, fmt.Sprintf("%s; probe: %v", why, err)
+				return cluster.Unready, fmt.Sprintf("%s; probe: %v", d.why, err)
 			}
 			failures = 0
 			w.badCalls.Store(0)
 		}
-		idle := w.gate.idle()
-		if idle {
-			w.alive()
-		} else if since := now.Sub(time.Unix(0, w.progress.Load())); since > w.cfg.StallTimeout {
-			return cluster.Stalled, fmt.Sprintf("engine_stalled: work runs and no token came for %s", since.Round(time.Second))
+		if time.Since(listed) > relist {
+			listed = time.Now()
+			w.relist(ctx, serve)
 		}
-		if now.Sub(listed) > relist || now.Sub(remembered) > remember {
-			listed, remembered = now, now
-			short, cancel := context.WithTimeout(ctx, 5*time.Second)
-			if models, err := w.listModels(short); err == nil {
-				w.adopt(ctx, models, serve, serving)
-			}
-			cancel()
-		}
-		if idle {
+		if w.gate.idle() {
 			timer.Reset(scrapeIdle)
 		} else {
 			timer.Reset(scrapeBusy)
@@ -225,6 +237,25 @@ func (w *Worker) whileReady(ctx context.Context, serve func(job.Model), serving 
 	}
 }
 
+func (w *Worker) load(ctx context.Context) (engine.Load, error) {
+	ctx, cancel := context.WithTimeout(ctx, scrapeTimeout)
+	defer cancel()
+	return w.deps.Engine.Load(ctx)
+}
+
+// relist follows which models the engine serves. A list that cannot be read changes nothing.
+func (w *Worker) relist(ctx context.Context, serve func(job.Model) context.CancelFunc) {
+	short, cancel := context.WithTimeout(ctx, storeTimeout)
+	models, err := w.listModels(short)
+	cancel()
+	if err != nil {
+		w.log.Warn("listing the engine's models: serving those of before", "err", err)
+		return
+	}
+	w.adopt(ctx, models, serve)
+}
+
+// probe has the engine complete one token.
 func (w *Worker) probe(ctx context.Context) error {
 	w.mu.Lock()
 	var model job.Model
@@ -237,17 +268,37 @@ func (w *Worker) probe(ctx context.Context) error {
 	return w.deps.Engine.Probe(ctx, model)
 }
 
-// doubt asks for a probe of the engine now.
-func (w *Worker) doubt(why string) {
-	select {
-	case w.suspect <- why:
-	default: // one is asked for already
+// notReady probes the engine once, shortly: whether it is the engine that is at fault, and not a job. Those who ask at the same time share the answer.
+func (w *Worker) notReady(ctx context.Context) bool {
+	_, err, _ := w.probes.Do("", func() (any, error) {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), scrapeTimeout) // others may wait for it
+		defer cancel()
+		return nil, w.probe(ctx)
+	})
+	return err != nil
+}
+
+// doubt asks for a look at the engine now. Of several doubts at a time the first counts, but that a stall is always told.
+func (w *Worker) doubt(d doubt) {
+	for {
+		select {
+		case w.suspect <- d:
+			return
+		default:
+		}
+		if d.state != cluster.Stalled {
+			return
+		}
+		select {
+		case <-w.suspect:
+		default:
+		}
 	}
 }
 
 // badCall counts a call that failed through the engine's fault; several in a row raise doubt.
 func (w *Worker) badCall(why string) {
 	if w.badCalls.Add(1) >= suspectCalls {
-		w.doubt(why)
+		w.doubt(doubt{why: why})
 	}
 }

@@ -3,76 +3,82 @@ package worker
 import (
 	"context"
 	"crypto/rand"
-	"errors"
 	"fmt"
 	"log/slog"
 	"os"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sync/singleflight"
 
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/settle"
 )
 
-// Why an attempt is stopped from outside: the causes of its context.
-var (
-	errCancelAsked = errors.New("a client asked to cancel the job")
-	errFenced      = errors.New("another attempt owns the job")
-	errRunTimeout  = errors.New("the attempt is over its run time")
-	errExpired     = errors.New("the job's deadline has passed")
-	errDrained     = errors.New("the worker stops")
-	errStalled     = errors.New("the engine makes no progress")
-	errNobodyWaits = errors.New("the client has gone")
-	errElsewhere   = errors.New("another worker has room")
-)
+// handBack is how long what still runs at the end of a drain has to be handed back, before the stores are given up too.
+const handBack = 5 * time.Second
 
 // Worker runs one engine's work.
 type Worker struct {
-	cfg   Config
-	deps  Deps
-	id    job.Worker
-	log   *slog.Logger
-	gate  *gate
-	begun time.Time
+	cfg     Config
+	deps    Deps
+	id      job.Worker
+	host    string
+	log     *slog.Logger
+	begun   time.Time
+	gate    *gate
+	settler *settle.Settler
+	metrics *metrics
 
-	progress  atomic.Int64 // unix nanoseconds of the engine's last sign of life
+	progress  progress
+	rate      rate
 	completed atomic.Int64
 	failed    atomic.Int64
-	rate      rate
-	suspect   chan string // why the engine should be probed now
+	suspect   chan doubt // the engine should be looked at now
 	badCalls  atomic.Int32
-	metrics   *metrics
+	probes    singleflight.Group
+	ended     endedJobs
 
 	mu       sync.Mutex // guards what follows
 	state    cluster.WorkerState
 	reason   string
+	halted   error // why no attempt may run now, nil if they may
 	kind     engine.Kind
-	models   map[job.Model]job.Tokens // served, with their context lengths
+	models   map[job.Model]*served
 	source   string
 	largest  job.Tokens
-	attempts map[job.ID]context.CancelCauseFunc
+	attempts map[*enlisted]struct{}
+	pulls    sync.WaitGroup // grows under mu, until the worker drains
+}
+
+// served is a model that is pulled for.
+type served struct {
+	length job.Tokens // the context length, 0 if unknown
+	stop   context.CancelFunc
 }
 
 // New validates cfg and starts nothing.
 func New(cfg Config, deps Deps) (*Worker, error) {
-	if err := cfg.complete(); err != nil {
-		return nil, err
-	}
 	if err := deps.check(); err != nil {
 		return nil, err
 	}
+	host, _ := os.Hostname() //nolint:errcheck // only to be shown; a worker without a name of its own is refused below
+	if err := cfg.complete(host); err != nil {
+		return nil, err
+	}
 	id := job.Worker(cfg.Name + "-" + strings.ToLower(rand.Text()[:8]))
+	log := deps.Log.With("worker", id)
 	w := &Worker{
-		cfg: cfg, deps: deps, id: id, log: deps.Log.With("worker", id), gate: newGate(), begun: time.Now(),
-		suspect: make(chan string, 1), state: cluster.Starting, reason: "the engine has not answered yet",
-		models: map[job.Model]job.Tokens{}, attempts: map[job.ID]context.CancelCauseFunc{},
+		cfg: cfg, deps: deps, id: id, host: host, log: log, begun: time.Now(), gate: newGate(),
+		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: log},
+		suspect: make(chan doubt, 1), state: cluster.Starting, reason: "the engine has not answered yet",
+		models: map[job.Model]*served{}, attempts: map[*enlisted]struct{}{},
 	}
 	var err error
 	if w.metrics, err = newMetrics(deps.Registerer, w); err != nil {
@@ -96,48 +102,59 @@ func (w *Worker) Ready() error {
 
 // Run works until ctx ends, then drains: it pulls no more, hands back what has not started, lets what runs finish for Config.Drain, and hands back the rest.
 func (w *Worker) Run(ctx context.Context) error {
-	// Work in flight outlives ctx by the drain: it has a context of its own.
-	run, stop := context.WithCancelCause(context.WithoutCancel(ctx))
-	defer stop(nil)
+	// What runs outlives ctx by the drain: it has a context of its own.
+	run, stop := context.WithCancel(context.WithoutCancel(ctx))
+	defer stop()
+	if err := w.deps.Relay.OnCancel(run, w.cancelJob); err != nil {
+		return fmt.Errorf("worker %s: %w", w.id, err)
+	}
+	var deliveries sync.WaitGroup
 	var g errgroup.Group
 	g.Go(func() error { return w.deps.Cluster.Announce(run, w.beat) })
-	g.Go(func() error { return w.deps.Relay.OnCancel(run, w.cancelJob) })
-
-	var pulls, deliveries sync.WaitGroup
+	g.Go(func() error { w.dropEnded(run); return nil })
+	g.Go(func() error { w.watchProgress(run); return nil })
 	g.Go(func() error {
-		w.watch(run, func(m job.Model) {
-			for _, c := range w.consumers(m) {
-				pulls.Go(func() { w.pull(ctx, run, c, &deliveries) })
-			}
-		}, ctx)
+		w.watch(run, func(m job.Model) context.CancelFunc { return w.serve(ctx, run, m, &deliveries) })
 		return nil
 	})
 	<-ctx.Done()
 	w.setState(cluster.Draining, "it was told to stop")
-	w.deps.Cluster.Nudge()
+	w.pulls.Wait() // no more begin: serve looks at the state
 	w.gate.close()
-	pulls.Wait()
 
 	drained := make(chan struct{})
-	go func() { // ends with the deliveries, which end at the latest after stop
+	go func() { // ends with the deliveries, which are waited for below
 		deliveries.Wait()
 		close(drained)
 	}()
-	limit := time.NewTimer(w.cfg.Drain)
-	defer limit.Stop()
-	select {
-	case <-drained:
-	case <-limit.C:
+	if !within(w.cfg.Drain, drained) {
 		w.log.Warn("drain limit reached: handing back what runs", "running", w.gate.status().running)
-		w.stopAttempts(errDrained)
-		<-drained
+		w.halt(errDrained)
+		if !within(handBack, drained) { // a store does not answer: what it cannot be told is found out by the next delivery
+			w.log.Warn("handing back is given up: what runs is delivered again after its ack wait")
+			stop()
+			<-drained
+		}
 	}
-	stop(nil)
-	err := g.Wait()
-	if errors.Is(err, context.Canceled) {
-		err = nil
+	stop()
+	if err := g.Wait(); err != nil {
+		return fmt.Errorf("worker %s: %w", w.id, err)
 	}
-	return err
+	return nil
+}
+
+// serve begins to pull for m, until ctx or the returned function ends it. Deliveries run under run.
+func (w *Worker) serve(ctx, run context.Context, m job.Model, deliveries *sync.WaitGroup) context.CancelFunc {
+	ctx, stop := context.WithCancel(ctx)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.state == cluster.Draining {
+		return stop
+	}
+	for _, c := range w.consumers(m) {
+		w.pulls.Go(func() { w.pull(ctx, run, c, deliveries) })
+	}
+	return stop
 }
 
 // consumers are those that serve m: one per stream and class, and the worker's own lane of each stream.
@@ -152,105 +169,14 @@ func (w *Worker) consumers(m job.Model) []queue.PullerConfig {
 	return all
 }
 
-// beat is the worker's heartbeat.
-func (w *Worker) beat() cluster.Heartbeat {
-	s := w.gate.status()
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	models := make([]job.Model, 0, len(w.models))
-	for m := range w.models {
-		models = append(models, m)
-	}
-	slices.Sort(models)
-	host, _ := os.Hostname() //nolint:errcheck // shown to people only; "" is fine
-	return cluster.Heartbeat{
-		ID: string(w.id), Role: cluster.RoleWorker, Version: w.deps.Version, Host: host, Started: w.begun.UnixMilli(), Epoch: w.deps.Process,
-		Worker: &cluster.WorkerInfo{
-			Name: w.cfg.Name, State: w.state, Reason: w.reason, Models: models, Engine: string(w.kind),
-			Capacity: s.capacity, Free: s.free, Source: w.source, Largest: w.largest, Level: s.level, Running: s.running, InHand: s.inHand,
-			TokensPerSecond: w.rate.perSecond(time.Now()), Completed: w.completed.Load(), Failed: w.failed.Load(),
-		},
-	}
-}
-
-func (w *Worker) setState(s cluster.WorkerState, reason string) {
-	w.mu.Lock()
-	if w.state == cluster.Draining { // for good
-		w.mu.Unlock()
-		return
-	}
-	changed := w.state != s
-	w.state, w.reason = s, reason
-	w.mu.Unlock()
-	if changed {
-		w.log.Info("worker state", "state", s, "reason", reason)
-		w.deps.Cluster.Nudge()
-	}
-}
-
-// enlist makes an attempt known to cancels and drains; the returned function ends that.
-func (w *Worker) enlist(id job.ID, cancel context.CancelCauseFunc) func() {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.attempts[id] = cancel
-	return func() {
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		delete(w.attempts, id)
-	}
-}
-
-func (w *Worker) cancelJob(id job.ID) {
-	w.mu.Lock()
-	cancel := w.attempts[id]
-	w.mu.Unlock()
-	if cancel != nil {
-		cancel(errCancelAsked)
-	}
-}
-
-// stopAttempts stops all that runs, for one cause.
-func (w *Worker) stopAttempts(cause error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, cancel := range w.attempts {
-		cancel(cause)
-	}
-}
-
-// alive notes that the engine has shown a sign of progress.
-func (w *Worker) alive() { w.progress.Store(time.Now().UnixNano()) }
-
-// rate measures tokens per second over the last seconds.
-type rate struct {
-	mu    sync.Mutex
-	slots [8]int64 // tokens in each of the last seconds
-	at    int64    // the second that slots[at%8] counts
-}
-
-func (r *rate) add(now time.Time, n job.Tokens) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.turnLocked(now.Unix())
-	r.slots[r.at%int64(len(r.slots))] += int64(n)
-}
-
-func (r *rate) perSecond(now time.Time) float64 {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.turnLocked(now.Unix())
-	var sum int64
-	for i, n := range r.slots {
-		if int64(i) != r.at%int64(len(r.slots)) { // the running second is not over
-			sum += n
-		}
-	}
-	return float64(sum) / float64(len(r.slots)-1)
-}
-
-func (r *rate) turnLocked(second int64) {
-	for i := int64(0); r.at < second && i < int64(len(r.slots)); i++ {
-		r.at = max(r.at+1, second-int64(len(r.slots))+1)
-		r.slots[r.at%int64(len(r.slots))] = 0
+// within tells whether done was closed in time.
+func within(limit time.Duration, done <-chan struct{}) bool {
+	t := time.NewTimer(limit)
+	defer t.Stop()
+	select {
+	case <-done:
+		return true
+	case <-t.C:
+		return false
 	}
 }

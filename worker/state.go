@@ -1,0 +1,146 @@
+package worker
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/job"
+)
+
+// Why an attempt is stopped from outside: the causes of its context.
+var (
+	errCancelAsked = errors.New("a client asked to cancel the job")
+	errFenced      = errors.New("another attempt owns the job")
+	errRunTimeout  = errors.New("the attempt is over its run time")
+	errExpired     = errors.New("the job's deadline has passed")
+	errDrained     = errors.New("the worker stops")
+	errStalled     = errors.New("the engine makes no progress")
+	errNobodyWaits = errors.New("the client has gone")
+	errElsewhere   = errors.New("another worker has room")
+)
+
+// setState changes what heartbeats say of the worker. Draining is for good.
+func (w *Worker) setState(s cluster.WorkerState, reason string) {
+	w.mu.Lock()
+	if w.state == cluster.Draining {
+		w.mu.Unlock()
+		return
+	}
+	changed := w.state != s
+	w.state, w.reason = s, reason
+	w.mu.Unlock()
+	if changed {
+		w.log.Info("worker state", "state", s, "reason", reason)
+		w.deps.Cluster.Nudge()
+	}
+}
+
+// enlisted is a job that this worker runs, or is about to claim.
+type enlisted struct {
+	id     job.ID
+	cancel context.CancelCauseFunc
+}
+
+// enlist makes an attempt known to cancels and halts; the returned function ends that.
+func (w *Worker) enlist(id job.ID, cancel context.CancelCauseFunc) func() {
+	e := &enlisted{id, cancel}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.attempts[e] = struct{}{}
+	if w.halted != nil {
+		cancel(w.halted)
+	}
+	return func() {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		delete(w.attempts, e)
+	}
+}
+
+// cancelJob stops the attempts at one job: more than one is there only where a job has two copies.
+func (w *Worker) cancelJob(id job.ID) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for e := range w.attempts {
+		if e.id == id {
+			e.cancel(errCancelAsked)
+		}
+	}
+}
+
+// halt stops all that runs, and what would begin to.
+func (w *Worker) halt(cause error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.halted = cause
+	for e := range w.attempts {
+		e.cancel(cause)
+	}
+}
+
+// resume ends the halt of a stalled engine.
+func (w *Worker) resume() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if errors.Is(w.halted, errStalled) {
+		w.halted = nil
+	}
+}
+
+// beat is the worker's heartbeat.
+func (w *Worker) beat() cluster.Heartbeat {
+	s := w.gate.status()
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	models := make([]job.Model, 0, len(w.models))
+	for m := range w.models {
+		models = append(models, m)
+	}
+	slices.Sort(models)
+	return cluster.Heartbeat{
+		ID: string(w.id), Role: cluster.RoleWorker, Version: w.deps.Version, Host: w.host, Started: w.begun.UnixMilli(), Epoch: w.deps.Process,
+		Worker: &cluster.WorkerInfo{
+			Name: w.cfg.Name, State: w.state, Reason: w.reason, Models: models, Engine: string(w.kind),
+			Capacity: s.capacity, Free: s.free, Source: w.source, Largest: w.largest, Level: s.level, Running: s.running, InHand: s.inHand,
+			TokensPerSecond: w.rate.perSecond(time.Now()), Completed: w.completed.Load(), Failed: w.failed.Load(),
+		},
+	}
+}
+
+// rate measures tokens per second over the last seconds.
+type rate struct {
+	mu    sync.Mutex
+	slots [8]int64 // tokens in each of the last seconds
+	at    int64    // the second that slots[at%8] counts
+}
+
+func (r *rate) add(now time.Time, n job.Tokens) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.turnLocked(now.Unix())
+	r.slots[r.at%int64(len(r.slots))] += int64(n)
+}
+
+func (r *rate) perSecond(now time.Time) float64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.turnLocked(now.Unix())
+	var sum int64
+	for i, n := range r.slots {
+		if int64(i) != r.at%int64(len(r.slots)) { // the running second is not over
+			sum += n
+		}
+	}
+	return float64(sum) / float64(len(r.slots)-1)
+}
+
+func (r *rate) turnLocked(second int64) {
+	for i := int64(0); r.at < second && i < int64(len(r.slots)); i++ {
+		r.at = max(r.at+1, second-int64(len(r.slots))+1)
+		r.slots[r.at%int64(len(r.slots))] = 0
+	}
+}
