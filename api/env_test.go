@@ -36,17 +36,80 @@ func TestMain(m *testing.M) {
 
 const model job.Model = "test/model-8b"
 
-// natsServer is a server that can be stopped and started again on its store. Connections follow it.
+// natsServer is a server that can be stopped and started again on its store, and that can hang. Connections follow it.
 type natsServer struct {
 	dir string
 	now atomic.Pointer[embedded.NATS]
+
+	mu     sync.Mutex
+	paused chan struct{} // not nil while it hangs; closed when it wakes
 }
 
 func (s *natsServer) InProcessConn() (net.Conn, error) {
 	if n := s.now.Load(); n != nil {
-		return n.InProcessConn()
+		c, err := n.InProcessConn()
+		if err != nil {
+			return nil, err
+		}
+		return &pausable{Conn: c, server: s}, nil
 	}
 	return nil, errors.New("the server is down")
+}
+
+// pause makes the server hang: nothing comes from it, and what is sent waits. resume wakes it.
+func (s *natsServer) pause() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.paused = make(chan struct{})
+}
+
+func (s *natsServer) resume() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	close(s.paused)
+	s.paused = nil
+}
+
+func (s *natsServer) awake() chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.paused
+}
+
+// pausable is a connection whose server may hang: then writes succeed, as into a socket's buffer, and arrive when it wakes.
+type pausable struct {
+	net.Conn
+	server *natsServer
+
+	mu   sync.Mutex
+	late []byte
+}
+
+func (c *pausable) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	if ch := c.server.awake(); ch != nil {
+		<-ch
+	}
+	return n, err
+}
+
+func (c *pausable) Write(p []byte) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if ch := c.server.awake(); ch != nil {
+		if c.late == nil {
+			go func() {
+				<-ch
+				c.mu.Lock()
+				defer c.mu.Unlock()
+				_, _ = c.Conn.Write(c.late) // the test sees what came of it
+				c.late = nil
+			}()
+		}
+		c.late = append(c.late, p...)
+		return len(p), nil
+	}
+	return c.Conn.Write(p)
 }
 
 func (s *natsServer) start(t testing.TB) {
@@ -74,7 +137,8 @@ type env struct {
 	results *results.Store
 	cluster *cluster.Cluster
 	relay   *relay.Relay
-	blobs   *memoryBlobs
+	blobs   blob.Store
+	qc      queue.Config
 	deps    api.Deps
 	url     string
 	server  *api.Server
@@ -84,7 +148,12 @@ type env struct {
 // newEnv starts all. With a URL, the store is a server of the caller's.
 func newEnv(t testing.TB, cfg api.Config, redisURL ...string) *env {
 	t.Helper()
-	e := &env{t: t, nats: &natsServer{dir: t.TempDir()}, blobs: &memoryBlobs{objects: make(map[string][]byte)}}
+	return newEnvOn(t, cfg, queue.Config{}, redisURL...)
+}
+
+func newEnvOn(t testing.TB, cfg api.Config, qc queue.Config, redisURL ...string) *env {
+	t.Helper()
+	e := &env{t: t, qc: qc, nats: &natsServer{dir: t.TempDir()}}
 	e.nats.start(t)
 	t.Cleanup(e.nats.stop)
 	url := ""
@@ -97,8 +166,11 @@ func newEnv(t testing.TB, cfg api.Config, redisURL ...string) *env {
 	log := testenv.Log(t)
 	ctx := t.Context()
 	var err error
+	if e.blobs, err = blob.OpenDir(t.TempDir()); err != nil {
+		t.Fatal(err)
+	}
 	e.nc = e.connect()
-	if e.queue, err = queue.Open(ctx, e.nc, queue.Config{}, log); err != nil {
+	if e.queue, err = queue.Open(ctx, e.nc, qc, log); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(e.queue.Close)
@@ -355,7 +427,7 @@ func (e *env) startWorker(answer func(j *job.Job, body []byte) reply) *worker {
 	e.t.Helper()
 	nc := e.connect()
 	log := testenv.Log(e.t)
-	q, err := queue.Open(e.t.Context(), nc, queue.Config{}, log)
+	q, err := queue.Open(e.t.Context(), nc, e.qc, log)
 	if err != nil {
 		e.t.Fatal(err)
 	}
@@ -425,7 +497,7 @@ func (w *worker) pull(ctx context.Context, kind queue.Kind, class job.Class) {
 func (w *worker) note(d *queue.Delivery) reply {
 	body := d.Body
 	if d.Job.Blob != "" {
-		body = w.e.blobs.get(d.Job.Blob)
+		body = w.e.object(d.Job.Blob)
 	}
 	w.mu.Lock()
 	w.calls[d.Job.ID] = append(w.calls[d.Job.ID], body)
@@ -594,7 +666,7 @@ func (w *worker) runWork(ctx context.Context, d *queue.Delivery) {
 	}
 	rec := &queue.Record{Job: *j, Outcome: o, Result: result}
 	if len(result) > blob.Threshold {
-		rec.Outcome.Blob, rec.Result = "result/"+string(j.ID), nil
+		rec.Outcome.Blob, rec.Result = job.ResultBlob(j.ID, claim.Token), nil
 		_, _ = w.e.blobs.Put(bg, rec.Outcome.Blob, bytes.NewReader(result))
 	}
 	stored, err := w.queue.Settle(bg, rec)
@@ -609,50 +681,31 @@ func (w *worker) runWork(ctx context.Context, d *queue.Delivery) {
 	_ = d.Ack()
 }
 
-// --- objects ---
-
-// memoryBlobs keeps objects in memory.
-type memoryBlobs struct {
-	mu      sync.Mutex
-	objects map[string][]byte
-}
-
-func (b *memoryBlobs) Put(_ context.Context, name string, r io.Reader) (int64, error) {
+// object reads an object whole; nil if there is none.
+func (e *env) object(name string) []byte {
+	e.t.Helper()
+	r, err := e.blobs.Get(context.WithoutCancel(e.t.Context()), name)
+	if errors.Is(err, blob.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		e.t.Errorf("object %s: %v", name, err)
+		return nil
+	}
+	defer r.Close()
 	raw, err := io.ReadAll(r)
 	if err != nil {
-		return 0, err
+		e.t.Errorf("object %s: %v", name, err)
 	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	b.objects[name] = raw
-	return int64(len(raw)), nil
+	return raw
 }
 
-func (b *memoryBlobs) get(name string) []byte {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.objects[name]
-}
-
-func (b *memoryBlobs) len() int {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return len(b.objects)
-}
-
-func (b *memoryBlobs) Get(_ context.Context, name string) (io.ReadCloser, error) {
-	raw := b.get(name)
-	if raw == nil {
-		return nil, blob.ErrNotFound
+// objects lists the names of all objects.
+func (e *env) objects() []string {
+	e.t.Helper()
+	var names []string
+	if err := e.blobs.List(e.t.Context(), func(i blob.Info) error { names = append(names, i.Name); return nil }); err != nil {
+		e.t.Errorf("listing objects: %v", err)
 	}
-	return io.NopCloser(bytes.NewReader(raw)), nil
+	return names
 }
-
-func (b *memoryBlobs) Delete(_ context.Context, name string) error {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	delete(b.objects, name)
-	return nil
-}
-
-func (b *memoryBlobs) List(context.Context, func(blob.Info) error) error { return nil }

@@ -22,6 +22,9 @@ func (f PublisherFunc) Enqueue(ctx context.Context, kind queue.Kind, lane queue.
 	return f(ctx, kind, lane, m)
 }
 
+// Held counts the calls that the server holds.
+func (s *Server) Held() int { return s.held.len() }
+
 // Routes are the routes that the server has.
 func (s *Server) Routes() []*echo.Route { return s.echo.Routes() }
 

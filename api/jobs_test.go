@@ -439,19 +439,9 @@ func TestDelete(t *testing.T) {
 		e.send("DELETE", path, "").wantError(t, 404, job.CodeJobNotFound, "id")
 		e.send("GET", path+"/events", "").wantError(t, 404, job.CodeJobNotFound, "id")
 	}
-	eventually(t, "no object is left", func() bool { return e.blobs.len() == 0 || e.onlyRequests() })
-}
-
-// onlyRequests tells whether what is left are requests, which the worker role removes when it settles.
-func (e *env) onlyRequests() bool {
-	e.blobs.mu.Lock()
-	defer e.blobs.mu.Unlock()
-	for name := range e.blobs.objects {
-		if !strings.HasPrefix(name, "request/") {
-			return false
-		}
+	if left := e.objects(); len(left) > 0 {
+		t.Errorf("objects are left: %v", left)
 	}
-	return true
 }
 
 func TestResultsOutliveAWipe(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"strings"
 	"sync"
@@ -308,6 +309,34 @@ func TestLargeBodiesGoByReference(t *testing.T) {
 	if !strings.Contains(string(a.body), "9437184") {
 		t.Errorf("the limit is not named: %s", a.body)
 	}
+}
+
+func TestClientThatDoesNotReadIsCut(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{WriteTimeout: time.Second})
+	started := make(chan struct{}, 1)
+	e.startWorker(func(*job.Job, []byte) reply {
+		r := reply{status: 200}
+		for range 200 {
+			r.chunks = append(r.chunks, `{"x":"`+strings.Repeat("y", 200<<10)+`"}`)
+		}
+		started <- struct{}{}
+		return r
+	})
+	conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if err := conn.(*net.TCPConn).SetReadBuffer(4 << 10); err != nil { // else the system takes in more than the answer has
+		t.Fatal(err)
+	}
+	body := chat(1, `,"stream":true`)
+	if _, err := fmt.Fprintf(conn, "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s", len(body), body); err != nil {
+		t.Fatal(err)
+	}
+	<-started // nothing is read
+	eventually(t, "the call is not held any more", func() bool { return e.server.Held() == 0 })
 }
 
 func TestSlowAndFastCallsNeverMix(t *testing.T) {

@@ -5,7 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
-	"os"
+	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -51,6 +52,68 @@ func TestNATSAwayIs503WithinFiveSecondsAndNothingIsStored(t *testing.T) {
 	}
 }
 
+func TestNATSThatHangsIs503AndNothingIsPublishedLater(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	w := e.startWorker(repeat)
+	e.nats.pause()
+	time.Sleep(2 * time.Second) // in which nothing is heard: what is asked before that is cut in mid-publish
+	start := time.Now()
+	var wg sync.WaitGroup
+	for range 3 {
+		wg.Go(func() {
+			e.send("POST", "/v1/jobs", jobBody(chat(1, ""), ""), "Idempotency-Key: k").wantError(t, 503, job.CodeUnavailable, "")
+		})
+		wg.Go(func() { e.send("POST", "/v1/chat/completions", chat(1, "")).wantError(t, 503, job.CodeUnavailable, "") })
+	}
+	wg.Wait()
+	if took := time.Since(start); took > 5*time.Second {
+		t.Errorf("it took %v", took)
+	}
+	e.nats.resume()
+	eventually(t, "the queue is back", func() bool { return e.send("GET", "/readyz", "").status == 200 })
+	if n := len(e.send("GET", "/v1/jobs", "").object(t)["data"].([]any)); n != 0 {
+		t.Errorf("%d jobs are seen", n)
+	}
+	id := e.submit(jobBody(chat(1, ""), ""), "Idempotency-Key: k")
+	e.wait(id)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if len(w.calls) != 1 {
+		t.Errorf("the engine was called for %d jobs", len(w.calls))
+	}
+}
+
+func TestFullQueueRefusesAndLosesNothing(t *testing.T) {
+	t.Parallel()
+	e := newEnvOn(t, api.Config{}, queue.Config{WorkMaxBytes: 1 << 20})
+	if err := e.queue.EnsureModel(t.Context(), model); err != nil {
+		t.Fatal(err)
+	}
+	body := jobBody(chat(1, `,"pad":"`+strings.Repeat("p", 100<<10)+`"`), "")
+	accepted := make(map[job.ID]bool)
+	for range 15 {
+		a := e.send("POST", "/v1/jobs", body)
+		if a.status == http.StatusAccepted {
+			accepted[job.ID(a.object(t)["id"].(string))] = true
+			continue
+		}
+		a.wantError(t, 429, job.CodeQueueFull, "")
+	}
+	if n := len(accepted); n < 5 || n > 10 {
+		t.Fatalf("%d jobs were accepted", n)
+	}
+	if n := len(e.send("GET", "/v1/jobs", "").object(t)["data"].([]any)); n != len(accepted) {
+		t.Errorf("%d jobs are seen, %d were accepted", n, len(accepted))
+	}
+	e.startWorker(repeat)
+	for id := range accepted {
+		if o := e.wait(id); o["status"] != "completed" {
+			t.Errorf("%v", o)
+		}
+	}
+}
+
 func TestRedisAwayIs503NeverA404(t *testing.T) {
 	t.Parallel()
 	server := testenv.Redis(t)
@@ -60,14 +123,24 @@ func TestRedisAwayIs503NeverA404(t *testing.T) {
 	e.wait(id)
 	check := func(how string) {
 		t.Helper()
+		start := time.Now()
+		var wg sync.WaitGroup
 		for _, path := range []string{"/v1/jobs/" + string(id), "/v1/jobs", "/v1/jobs/" + string(job.NewID(time.Now())), "/v1/jobs/" + string(id) + "/events", "/readyz"} {
-			start := time.Now()
-			e.send("GET", path, "").wantError(t, 503, job.CodeUnavailable, "")
-			if took := time.Since(start); took > 6*time.Second {
-				t.Errorf("%s: GET %s took %v", how, path, took)
-			}
+			wg.Go(func() { e.send("GET", path, "").wantError(t, 503, job.CodeUnavailable, "") })
 		}
-		e.send("POST", "/v1/jobs", jobBody(chat(1, ""), "")).wantError(t, 503, job.CodeUnavailable, "")
+		for _, verb := range []string{"POST /cancel", "DELETE "} {
+			method, path, _ := strings.Cut(verb, " ")
+			wg.Go(func() { e.send(method, "/v1/jobs/"+string(id)+path, "").wantError(t, 503, job.CodeUnavailable, "") })
+		}
+		for _, key := range []string{"X: y", "Idempotency-Key: k"} {
+			wg.Go(func() {
+				e.send("POST", "/v1/jobs", jobBody(chat(1, ""), ""), key).wantError(t, 503, job.CodeUnavailable, "")
+			})
+		}
+		wg.Wait()
+		if took := time.Since(start); took > 6*time.Second {
+			t.Errorf("%s: it took %v", how, took)
+		}
 		// What needs no Redis works on.
 		if a := e.send("POST", "/v1/chat/completions", chat(1, "")); a.status != 200 {
 			t.Errorf("%s: a live call: %d %s", how, a.status, a.body)
@@ -85,7 +158,6 @@ func TestRedisAwayIs503NeverA404(t *testing.T) {
 	check("killed")
 	server.Start(t) // empty: the answer comes from the queue
 	eventually(t, "the store is back", func() bool { return e.send("GET", "/v1/jobs/"+string(id), "").status == 200 })
-	_ = os.Stdout.Sync
 }
 
 func TestPublishThatFailsBeforeOrAfterStoring(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/labstack/echo/v4"
@@ -159,6 +160,8 @@ type Server struct {
 	// desk and started are set by Run before the first request is served.
 	desk    *relay.Desk
 	started time.Time
+	// wholeAt is when the result store was last found to have all its keys.
+	wholeAt atomic.Pointer[time.Time]
 	// closing is closed when the drain begins: long polls and event streams then end, so that their clients go elsewhere.
 	closing chan struct{}
 	// handlers counts requests being handled.

@@ -177,9 +177,6 @@ func (s *Server) openAnswer(ctx context.Context, v *view) (io.ReadCloser, error)
 	return io.NopCloser(bytes.NewReader(answer)), nil
 }
 
-// blobName is the name of the object that holds a job's request.
-func blobName(id job.ID) string { return "request/" + string(id) }
-
 // putBody stores a body that is too large for a message under j's own name, and notes it in j. It returns the body that goes into the message and the record: nil
 // for one that was stored apart.
 func (s *Server) putBody(ctx context.Context, j *job.Job, body []byte) ([]byte, error) {
@@ -188,13 +185,13 @@ func (s *Server) putBody(ctx context.Context, j *job.Job, body []byte) ([]byte, 
 	}
 	ctx, cancel := context.WithTimeout(ctx, putTimeout)
 	defer cancel()
-	if _, err := s.deps.Blobs.Put(ctx, blobName(j.ID), bytes.NewReader(body)); err != nil {
+	if _, err := s.deps.Blobs.Put(ctx, job.RequestBlob(j.ID), bytes.NewReader(body)); err != nil {
 		if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, blob.ErrUnavailable) {
 			return nil, unavailable(err, "The object store does not answer: try again later.")
 		}
 		return nil, fmt.Errorf("storing the body of job %s: %w", j.ID, err)
 	}
-	j.Blob = blobName(j.ID)
+	j.Blob = job.RequestBlob(j.ID)
 	return nil, nil
 }
 

@@ -152,7 +152,7 @@ const queuedTimeout = time.Second
 func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (earlier *view, held bool, err error) {
 	j := &sub.job
 	guarded := !sub.implied || sub.retry // otherwise the key serves later retries, and nothing depends on what it was
-	if guarded {
+	if at := s.wholeAt.Load(); guarded && (at == nil || time.Since(*at) > wholeFor) {
 		if err := s.keysKnown(ctx); err != nil {
 			return nil, false, err
 		}
@@ -214,15 +214,21 @@ func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (ea
 	return v, false, nil
 }
 
+// wholeFor is how long the store counts as whole before a key is reserved, once it was found so. After that it is asked again in any case.
+const wholeFor = 250 * time.Millisecond
+
 // keysKnown returns nil if the store's keys are all there: after a wipe they are not until the dispatcher has rebuilt them.
 func (s *Server) keysKnown(ctx context.Context) error {
+	now := time.Now()
 	wiped, err := s.deps.Results.Wiped(ctx)
 	if err != nil {
 		return fmt.Errorf("asking whether the result store is whole: %w", err)
 	}
 	if wiped {
+		s.wholeAt.Store(nil)
 		return unavailable(nil, "The result store is being rebuilt: requests that may repeat an earlier one must wait. Try again later.")
 	}
+	s.wholeAt.Store(&now)
 	return nil
 }
 
