@@ -19,7 +19,11 @@ func (d *Dispatcher) watchDeaths(ctx context.Context) {
 		var err error
 		switch death.Role {
 		case cluster.RoleWorker:
-			d.log.Warn("a worker is gone", "worker", death.ID, "farewell", death.Farewell, "charged", death.Charged)
+			say := d.log.Warn
+			if death.Farewell {
+				say = d.log.Info
+			}
+			say("a worker is gone", "worker", death.ID, "farewell", death.Farewell, "charged", death.Charged)
 			d.metrics.deaths.Inc()
 			err = d.recoverWorker(ctx, job.Worker(death.ID), death.Charged && !death.Farewell)
 		case cluster.RoleAPI:
