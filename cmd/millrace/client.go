@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -42,7 +43,7 @@ func explain(c *client.Client, err error) error {
 
 // onlyModel returns the model that is served, if it is one alone.
 func onlyModel(ctx context.Context, c *client.Client) (job.Model, error) {
-	models, err := c.Models(ctx)
+	models, err := servedModels(ctx, c)
 	switch {
 	case err != nil:
 		return "", err
@@ -56,6 +57,18 @@ func onlyModel(ctx context.Context, c *client.Client) (job.Model, error) {
 		return "", &exitError{exitUsage, fmt.Errorf("%s serves several models: choose one with -m: %s", c.URL(), strings.Join(names, ", "))}
 	}
 	return models[0], nil
+}
+
+// servedModels lists the models without second names: Ollama's x:latest is its x.
+func servedModels(ctx context.Context, c *client.Client) ([]job.Model, error) {
+	models, err := c.Models(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return slices.DeleteFunc(slices.Clone(models), func(m job.Model) bool {
+		short, ok := strings.CutSuffix(string(m), ":latest")
+		return ok && slices.Contains(models, job.Model(short))
+	}), nil
 }
 
 // answerText is the text of an engine's answer or chunk: of its first choice, the thinking aside.

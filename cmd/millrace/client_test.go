@@ -34,7 +34,7 @@ func newFakeAPI(t *testing.T) *fakeAPI {
 	f := &fakeAPI{job: doneJob}
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /v1/models", func(w http.ResponseWriter, _ *http.Request) {
-		_, _ = io.WriteString(w, `{"object":"list","data":[{"id":"m"}]}`)
+		_, _ = io.WriteString(w, `{"object":"list","data":[{"id":"m"},{"id":"m:latest"}]}`)
 	})
 	mux.HandleFunc("POST /v1/jobs", func(w http.ResponseWriter, r *http.Request) {
 		body, _ := io.ReadAll(r.Body)

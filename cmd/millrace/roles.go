@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"sync/atomic"
+	"syscall"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
@@ -40,10 +41,11 @@ On SIGTERM it takes no new connections and finishes the open answers.`,
 			role.Retention = back.Queue.Retention
 			return runRole(cmd, p, "api", &proc, &back, func(b *platform.Backbone, reg prometheus.Registerer, log *slog.Logger) (service, error) {
 				s, err := b.API(role.Config, reg, log)
-				if err == nil {
-					log.Info("listening", "addr", s.Addr())
+				if err != nil {
+					return nil, portInUse(err)
 				}
-				return s, err
+				log.Info("listening", "addr", s.Addr())
+				return s, nil
 			})
 		},
 	}
@@ -194,6 +196,14 @@ func runRole(cmd *cobra.Command, p *program, name string, proc *processFlags, ba
 	}
 	log.Info("stopped")
 	return nil
+}
+
+// portInUse adds to such an error of the API what to do.
+func portInUse(err error) error {
+	if errors.Is(err, syscall.EADDRINUSE) {
+		return fmt.Errorf("%w: choose another address with --listen", err)
+	}
+	return err
 }
 
 // ended is err, or nil for the end that was asked for.

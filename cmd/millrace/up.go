@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -31,6 +32,8 @@ type upFlags struct {
 	durability string
 	natsListen string
 	workers    int
+	// anyMetrics: nobody said where metrics are to be, so that any port will do.
+	anyMetrics bool
 }
 
 func newUp(p *program) *cobra.Command {
@@ -51,6 +54,7 @@ Jobs are kept in --data: what was accepted before a stop goes on at the next sta
 			if err := f.check(); err != nil {
 				return usageError(cmd, err)
 			}
+			f.anyMetrics = !cmd.Flags().Changed("metrics-listen")
 			return up(cmd.Context(), p, &f)
 		},
 	}
@@ -108,9 +112,13 @@ func up(ctx context.Context, p *program, f *upFlags) error {
 	reg := telemetry.NewRegistry(buildVersion())
 	pf, err := platform.New(ctx, f.platform(), reg, log)
 	if err != nil {
-		return ended(ctx, err)
+		return ended(ctx, portInUse(err))
 	}
 	metrics, stop, err := f.proc.serve(ctx, reg, log, pf.Ready())
+	if errors.Is(err, syscall.EADDRINUSE) && f.anyMetrics {
+		f.proc.metrics = "127.0.0.1:0"
+		metrics, stop, err = f.proc.serve(ctx, reg, log, pf.Ready())
+	}
 	if err != nil {
 		pf.Close()
 		return err
@@ -144,14 +152,12 @@ func (f *upFlags) greet(ctx context.Context, w io.Writer, pf *platform.Platform,
 	if ctx.Err() != nil {
 		return
 	}
-	model := job.Model("MODEL")
+	var models []job.Model
 	if c, err := client.New(client.Config{URL: pf.URL(), APIKey: f.api.APIKey}); err == nil {
-		if models, err := c.Models(ctx); err == nil && len(models) > 0 {
-			model = models[0]
-		}
+		models, _ = servedModels(ctx, c) //nolint:errcheck // the text then shows how a model's name is written
 		c.CloseIdleConnections()
 	}
-	fmt.Fprint(w, f.greeting(pf.URL(), metrics, model, engines, problem)) //nolint:errcheck // the platform runs all the same
+	fmt.Fprint(w, f.greeting(pf.URL(), metrics, models, engines, problem)) //nolint:errcheck // the platform runs all the same
 }
 
 // awaitReady waits until every part is ready, and returns what is not when ctx ends.
@@ -175,7 +181,7 @@ func awaitReady(ctx context.Context, pf *platform.Platform) error {
 	}
 }
 
-func (f *upFlags) greeting(url, metrics string, model job.Model, engines []found, problem error) string {
+func (f *upFlags) greeting(url, metrics string, models []job.Model, engines []found, problem error) string {
 	var b strings.Builder
 	say := func(format string, v ...any) { fmt.Fprintf(&b, format, v...) }
 	say("Millrace %s is up at %s\n\n", buildVersion(), url)
@@ -201,12 +207,18 @@ func (f *upFlags) greeting(url, metrics string, model job.Model, engines []found
 	if problem != nil {
 		say("  waiting   %v\n", problem)
 	}
-	key, flag := "", ""
+	key, flag, model := "", "", job.Model("MODEL")
+	if len(models) > 0 {
+		model = models[0]
+	}
 	if f.api.APIKey != "" {
 		key = ` -H "Authorization: Bearer $MILLRACE_API_KEY"`
 	}
 	if url != client.DefaultURL {
 		flag = " --url " + url
+	}
+	if len(models) != 1 {
+		flag += " -m " + string(model)
 	}
 	say("\nTry it:\n")
 	say("  curl %s/v1/chat/completions%s -H 'Content-Type: application/json' -d '{\"model\":\"%s\",\"messages\":[{\"role\":\"user\",\"content\":\"Hello\"}]}'\n", url, key, model)
