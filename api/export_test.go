@@ -2,9 +2,12 @@ package api
 
 import (
 	"context"
+	"time"
 
 	"github.com/labstack/echo/v4"
 
+	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
 )
 
@@ -46,3 +49,12 @@ func (p preference) String() string {
 	}
 	return "sync " + p.wait.String()
 }
+
+// Pace is how fast jobs end.
+type Pace struct{ p *pace }
+
+// NewPace has measured nothing.
+func NewPace() Pace { return Pace{newPace()} }
+
+func (p Pace) Observe(now time.Time, workers []cluster.Member) { p.p.observe(now, workers) }
+func (p Pace) Of(m job.Model) float64                          { return p.p.of(m) }
