@@ -65,11 +65,23 @@ func TestKeys(t *testing.T) {
 		path, key string
 		status    int
 	}{
-		{"/v1/models", "", 401}, {"/v1/models", "wrong", 401}, {"/v1/models", "sk-tenan", 401}, {"/v1/models", "sk-tenant", 200}, {"/v1/models", "sk-admin", 200},
-		{"/v1/jobs", "", 401}, {"/v1/nope", "", 401}, {"/v1/nope", "sk-tenant", 404},
-		{"/admin/v1/workers", "", 401}, {"/admin/v1/workers", "sk-tenant", 401}, {"/admin/v1/workers", "sk-admin", 200},
-		{"/admin/v1/queues", "sk-tenant", 401}, {"/admin/v1/jobs", "sk-tenant", 401},
-		{"/healthz", "", 200}, {"/readyz", "", 200}, {"/openapi.json", "", 200}, {"/metrics", "sk-admin", 404},
+		{"/v1/models", "", 401},
+		{"/v1/models", "wrong", 401},
+		{"/v1/models", "sk-tenan", 401},
+		{"/v1/models", "sk-tenant", 200},
+		{"/v1/models", "sk-admin", 200},
+		{"/v1/jobs", "", 401},
+		{"/v1/nope", "", 401},
+		{"/v1/nope", "sk-tenant", 404},
+		{"/admin/v1/workers", "", 401},
+		{"/admin/v1/workers", "sk-tenant", 401},
+		{"/admin/v1/workers", "sk-admin", 200},
+		{"/admin/v1/queues", "sk-tenant", 401},
+		{"/admin/v1/jobs", "sk-tenant", 401},
+		{"/healthz", "", 200},
+		{"/readyz", "", 200},
+		{"/openapi.json", "", 200},
+		{"/metrics", "sk-admin", 404},
 	} {
 		var h []string
 		if tt.key != "" {
