@@ -30,6 +30,8 @@ func (w *Worker) runDurable(run context.Context, h *holding, holds *reservation)
 	ctx, cancel := context.WithCancelCause(run)
 	defer cancel(nil)
 	defer w.enlist(h.Job.ID, cancel)() // before the claim: a cancel that comes right behind it must not be missed
+	leave := w.awaitTurn(ctx, h)
+	defer leave()
 	claim := w.claim(run, h)
 	if claim == nil {
 		return
@@ -37,6 +39,7 @@ func (w *Worker) runDurable(run context.Context, h *holding, holds *reservation)
 	log := h.log.With("attempt", claim.Token)
 	a := &attempt{w: w, log: log, h: h, job: &h.Job, claim: claim, started: claim.Now}
 	a.call = &call{w: w, log: log, d: h.Delivery, holds: holds, show: a.show}
+	defer a.leaveSoon(leave)()
 	if a.job.Events {
 		a.events = newEventLog(w.deps.Results, w.deps.Relay, a.job, claim, log)
 		writing := make(chan struct{})
@@ -82,7 +85,7 @@ func (a *attempt) show(_ *reply, ev engine.Event) bool {
 func (a *attempt) end(ctx context.Context, got *reply, f *fault) {
 	switch {
 	case f != nil && f.lost:
-		a.lose()
+		a.lose(ctx)
 	case f != nil && f.again && !a.spent(f):
 		a.giveBack(ctx, f)
 	default:
@@ -91,11 +94,17 @@ func (a *attempt) end(ctx context.Context, got *reply, f *fault) {
 	}
 }
 
-// lose leaves the job to the attempt that has it now: whatever is answered to the delivery might be answered to that one's.
-func (a *attempt) lose() {
+// lose leaves the job to the attempt that has it now, or to what has ended it: whatever is answered to the delivery might be answered to that one's.
+func (a *attempt) lose(ctx context.Context) {
 	a.w.metrics.attempts.WithLabelValues("fenced").Inc()
-	a.log.Warn("attempt dropped: another one owns the job")
+	a.log.Info("attempt dropped: another one owns the job, or it has ended")
 	a.h.drop()
+	ctx, cancel := context.WithTimeout(ctx, storeTimeout)
+	defer cancel()
+	rec, err := a.w.deps.Results.Get(ctx, a.job.ID)
+	if err == nil && (rec.State.Ended() || rec.Worker != a.w.id) { // else another attempt of this worker may hold it
+		a.w.ended.add(a.job.ID)
+	}
 }
 
 // outcome is how a job ends by the engine's reply, a fault, or both.
@@ -151,7 +160,7 @@ func (a *attempt) giveBack(ctx context.Context, f *fault) {
 	defer cancel()
 	err := a.w.deps.Results.GiveBack(short, a.job.ID, a.claim.Token, delay, f.charged, f.reason)
 	if errors.Is(err, results.ErrFenced) {
-		a.lose()
+		a.lose(ctx)
 		return
 	}
 	if err == nil {

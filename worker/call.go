@@ -21,6 +21,9 @@ import (
 // storeTimeout bounds one call of a store.
 const storeTimeout = 5 * time.Second
 
+// reasonBroken is the reason of attempts whose engine broke off.
+const reasonBroken = string(job.CodeEngineError)
+
 // engineAgain is the least delay of a job whose engine was not ready for it.
 const engineAgain = time.Second
 
@@ -193,7 +196,7 @@ func (c *call) stream(ctx context.Context, r *reply, response *engine.Response, 
 			}
 			if chunk.Error != nil {
 				c.w.badCall("it answers with an error in its stream")
-				return again(true, string(job.CodeEngineError), 0, job.CodeEngineError, "The engine failed in the middle of its answer: "+chunk.Error.Message)
+				return again(true, reasonBroken, 0, job.CodeEngineError, "The engine failed in the middle of its answer: "+chunk.Error.Message)
 			}
 			shown = chunk.Show
 			c.token(chunk.Token, called)
@@ -268,7 +271,7 @@ func (c *call) broken(ctx context.Context, err error) *fault {
 	}
 	c.w.badCall(err.Error())
 	c.log.Warn("the engine gave no whole answer", "err", err)
-	return again(true, string(job.CodeEngineError), 0, job.CodeEngineError, "The engine broke off its answer.")
+	return again(true, reasonBroken, 0, job.CodeEngineError, "The engine broke off its answer.")
 }
 
 // refused tells whether the engine was not even reached: nothing of the job can have run.

@@ -84,7 +84,7 @@ func (w *Worker) finishEnded(ctx context.Context, j *job.Job) (bool, error) {
 // endedPeriod is how often jobs that ended are dropped from the worker's held set.
 const endedPeriod = time.Second
 
-// endedJobs collects jobs that this worker has ended, to drop many at once from its held set. Until then they do no harm there: nothing that has ended is taken from a dead worker.
+// endedJobs collects jobs that have ended under this worker, to drop many at once from its held set. Until then they do no harm there: nothing that has ended is taken from a dead worker.
 type endedJobs struct {
 	mu  sync.Mutex
 	ids []job.ID

@@ -65,6 +65,7 @@ type script struct {
 	mu      sync.Mutex
 	answer  http.HandlerFunc
 	unready bool
+	probes  int
 }
 
 func play(t testing.TB, answer http.HandlerFunc) *script {
@@ -91,6 +92,13 @@ func (s *script) setUnready(unready bool) {
 	s.unready = unready
 }
 
+// probed counts the probes.
+func (s *script) probed() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.probes
+}
+
 func (s *script) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.URL.Path == "/v1/models" {
 		_, _ = io.WriteString(w, `{"object":"list","data":[{"id":"`+string(model)+`"}]}`)
@@ -98,8 +106,12 @@ func (s *script) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	s.mu.Lock()
 	answer, unready := s.answer, s.unready
+	probe := r.Header.Get("X-Request-Id") == ""
+	if probe {
+		s.probes++
+	}
 	s.mu.Unlock()
-	if r.Header.Get("X-Request-Id") == "" {
+	if probe {
 		if unready {
 			w.WriteHeader(http.StatusServiceUnavailable)
 			return

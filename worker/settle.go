@@ -26,7 +26,7 @@ func (a *attempt) settle(ctx context.Context, o *job.Outcome, result []byte) {
 	err := w.deps.Results.Owns(short, j.ID, a.claim.Token)
 	cancel()
 	if errors.Is(err, results.ErrFenced) {
-		a.lose()
+		a.lose(ctx)
 		return
 	}
 	a.describe(ctx, o, err == nil)

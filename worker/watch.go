@@ -35,7 +35,7 @@ func (w *Worker) watch(ctx context.Context, serve func(job.Model) context.Cancel
 			return
 		}
 		select { // doubts of before the probe
-		case <-w.suspect:
+		case <-w.doubts:
 		default:
 		}
 		w.badCalls.Store(0)
@@ -65,7 +65,7 @@ func (w *Worker) becomeReady(ctx context.Context, serve func(job.Model) context.
 			return false
 		}
 		w.mu.Lock()
-		if w.state != cluster.Draining {
+		if w.state == cluster.Starting || w.state == cluster.Unready { // else the reason is not the engine's answer
 			w.reason = err.Error()
 		}
 		w.mu.Unlock()
@@ -195,7 +195,7 @@ func (w *Worker) whileReady(ctx context.Context, serve func(job.Model) context.C
 		select {
 		case <-ctx.Done():
 			return "", ""
-		case d = <-w.suspect:
+		case d = <-w.doubts:
 			if d.state == cluster.Stalled {
 				return d.state, d.why
 			}
@@ -282,7 +282,7 @@ func (w *Worker) notReady(ctx context.Context) bool {
 func (w *Worker) doubt(d doubt) {
 	for {
 		select {
-		case w.suspect <- d:
+		case w.doubts <- d:
 			return
 		default:
 		}
@@ -290,7 +290,7 @@ func (w *Worker) doubt(d doubt) {
 			return
 		}
 		select {
-		case <-w.suspect:
+		case <-w.doubts:
 		default:
 		}
 	}

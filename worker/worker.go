@@ -40,7 +40,8 @@ type Worker struct {
 	rate      rate
 	completed atomic.Int64
 	failed    atomic.Int64
-	suspect   chan doubt // the engine should be looked at now
+	doubts    chan doubt    // the engine should be looked at now
+	suspects  chan struct{} // holds one element while a suspect starts
 	badCalls  atomic.Int32
 	probes    singleflight.Group
 	ended     endedJobs
@@ -77,7 +78,7 @@ func New(cfg Config, deps Deps) (*Worker, error) {
 	w := &Worker{
 		cfg: cfg, deps: deps, id: id, host: host, log: log, begun: time.Now(), gate: newGate(),
 		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: log},
-		suspect: make(chan doubt, 1), state: cluster.Starting, reason: "the engine has not answered yet",
+		doubts:  make(chan doubt, 1), suspects: make(chan struct{}, 1), state: cluster.Starting, reason: "the engine has not answered yet",
 		models: map[job.Model]*served{}, attempts: map[*enlisted]struct{}{},
 	}
 	var err error
