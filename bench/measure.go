@@ -105,29 +105,43 @@ func (r *rig) close() error {
 	return nil
 }
 
-// post sends a body and checks the status; the answer is read to its end.
+// post sends a body and checks the status; the answer is read to its end. A refusal for now is tried again soon: on a busy disk the time-outs of the platform
+// end before a sync does.
 func (r *rig) post(ctx context.Context, path string, body []byte, want int) error {
+	for {
+		status, text, err := r.once(ctx, path, body)
+		switch {
+		case err != nil:
+			return fmt.Errorf("calling %s: %w", path, err)
+		case status == want:
+			return nil
+		case status != http.StatusServiceUnavailable && status != http.StatusTooManyRequests:
+			return fmt.Errorf("calling %s: status %d: %.1000s", path, status, text)
+		}
+		select {
+		case <-time.After(50 * time.Millisecond):
+		case <-ctx.Done():
+			return fmt.Errorf("calling %s: %w", path, context.Cause(ctx))
+		}
+	}
+}
+
+func (r *rig) once(ctx context.Context, path string, body []byte) (status int, text []byte, err error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, r.platform.URL()+path, bytes.NewReader(body))
 	if err != nil {
-		return fmt.Errorf("making a request: %w", err)
+		return 0, nil, err
 	}
 	req.Header.Set("Content-Type", "application/json")
 	resp, err := r.http.Do(req)
 	if err != nil {
-		return fmt.Errorf("calling %s: %w", path, err)
+		return 0, nil, err
 	}
 	defer resp.Body.Close() //nolint:errcheck // read to its end
-	if resp.StatusCode != want {
-		text, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<10)) //nolint:errcheck // only to say more
-		return fmt.Errorf("calling %s: status %d: %s", path, resp.StatusCode, text)
-	}
-	if _, err := io.Copy(io.Discard, resp.Body); err != nil {
-		return fmt.Errorf("reading the answer of %s: %w", path, err)
-	}
-	return nil
+	text, err = io.ReadAll(resp.Body)
+	return resp.StatusCode, text, err
 }
 
-// job is a durable job around an engine's request.
+// durable is a job around an engine's request.
 func durable(body []byte) []byte {
 	return fmt.Appendf(nil, `{"body":%s,"stream":false}`, json.RawMessage(body))
 }
@@ -311,7 +325,7 @@ func (r *rig) flood(ctx context.Context, cfg Config, length time.Duration) (int,
 				cancel(err)
 				return
 			}
-			ended := int64(n - before)
+			ended := min(int64(n-before), submitted.Load()) // of a call that was made again there may be two jobs
 			for ; released < ended; released++ {
 				<-room
 			}

@@ -8,8 +8,10 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"syscall"
 )
+
+// errLocked: another process has the lock.
+var errLocked = errors.New("another process has the lock")
 
 // lock makes dir and takes its lock, which ends with the process. unlock gives it back.
 func lock(dir string) (unlock func(), err error) {
@@ -23,10 +25,10 @@ func lock(dir string) (unlock func(), err error) {
 	if err != nil {
 		return nil, fmt.Errorf("locking the data folder: %w: name another with --data", err)
 	}
-	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+	if err := tryLock(f); err != nil {
 		holder, _ := io.ReadAll(io.LimitReader(f, 32)) //nolint:errcheck // only to say more
 		_ = f.Close()
-		if !errors.Is(err, syscall.EWOULDBLOCK) {
+		if !errors.Is(err, errLocked) {
 			return nil, fmt.Errorf("locking the data folder %s: %w: name another with --data", dir, err)
 		}
 		who := "another process"
