@@ -141,7 +141,8 @@ func (s *Server) answerAsync(c echo.Context, v *view, p preference) error {
 		} // it is stored: whatever the wait met, the client gets its id
 	}
 	c.Response().Header().Set("Preference-Applied", applied)
-	if v.ended() && v.outcome.StatusCode != 0 {
+	// Only a client that waits is ready for the answer itself: without a wait a repeated call gets its job, though it may have ended.
+	if p.wait > 0 && v.ended() && v.outcome.StatusCode != 0 {
 		return s.writeAnswer(c, v)
 	}
 	return s.writeAccepted(c, v)

@@ -268,6 +268,19 @@ func TestRespondAsync(t *testing.T) {
 	if o := e.wait(slow); o["status"] != "completed" {
 		t.Errorf("%v", o)
 	}
+
+	// A repeated call gets its job, though it has ended, and not an answer of another shape.
+	again := []string{"Prefer: respond-async", "Idempotency-Key: again"}
+	first := job.ID(e.send("POST", "/v1/chat/completions", chat(1, ""), again...).object(t)["id"].(string))
+	e.wait(first)
+	a = e.send("POST", "/v1/chat/completions", chat(1, ""), again...)
+	if o := a.object(t); a.status != 202 || o["id"] != string(first) || o["status"] != "completed" {
+		t.Errorf("repeated: %d %s", a.status, a.body)
+	}
+	a = e.send("POST", "/v1/chat/completions", chat(1, ""), "Prefer: respond-async, wait=20", "Idempotency-Key: again")
+	if a.status != 200 || string(a.body) != repeat(nil, []byte(chat(1, ""))).body {
+		t.Errorf("repeated with a wait: %d %s", a.status, a.body)
+	}
 }
 
 func TestLongPollAndETag(t *testing.T) {
