@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"strings"
 	"time"
 
@@ -102,11 +103,16 @@ func (s *Store) create(ctx context.Context, all ...creation) ([]standing, error)
 	return stand, nil
 }
 
+// trimOneIn jobs has its tenant's list trimmed: the embedded store sorts the whole list for that.
+const trimOneIn = 256
+
 // index adds a job to its tenant's list, and to the live index. An entry that is there keeps its deadline.
 func (s *Store) index(ctx context.Context, p redis.Pipeliner, j *job.Job, state job.State) {
 	list := s.listKey(j.Tenant)
 	p.ZAdd(ctx, list, redis.Z{Score: float64(j.Created), Member: string(j.ID)})
-	p.ZRemRangeByScore(ctx, list, "-inf", fmt.Sprint(int64(s.Now())-(longestDeadline+s.cfg.Retention).Milliseconds()))
+	if rand.N(trimOneIn) == 0 {
+		p.ZRemRangeByScore(ctx, list, "-inf", fmt.Sprint(int64(s.Now())-(longestDeadline+s.cfg.Retention).Milliseconds()))
+	}
 	p.PExpire(ctx, list, s.listTTL())
 	if !state.Ended() {
 		p.ZAddNX(ctx, s.liveKey(j.ID), redis.Z{Score: float64(firstDeadline(j)), Member: string(j.ID)})
