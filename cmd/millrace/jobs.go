@@ -155,10 +155,15 @@ func printJob(w io.Writer, j *client.Job, now time.Time) error {
 		ran += ", first token after " + short(unixTime(j.FirstTokenAt).Sub(unixTime(j.StartedAt)))
 	}
 	all := []fact{
-		{"job", string(j.ID)}, {"status", string(j.Status)}, {"model", string(j.Model)}, {"endpoint", string(j.Endpoint)},
-		{"priority", string(j.Priority)}, {"session", string(j.Session)},
+		{"job", string(j.ID)},
+		{"status", string(j.Status)},
+		{"model", string(j.Model)},
+		{"endpoint", string(j.Endpoint)},
+		{"priority", string(j.Priority)},
+		{"session", string(j.Session)},
 		{"created", created.Format(time.DateTime) + ", " + short(now.Sub(created)) + " ago"},
-		{"waited", waited}, {"ran", ran},
+		{"waited", waited},
+		{"ran", ran},
 	}
 	if q := j.Queue; q != nil && !j.Status.Ended() {
 		all = append(all, fact{"queue", place(q)})
