@@ -1,0 +1,206 @@
+// Package sdk_test runs OpenAI's own clients, unchanged but for the base URL and the key, against a whole platform: openai-go in this process, openai-node in
+// the program node/client.mjs.
+package sdk_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"net/http"
+	"os"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/openai/openai-go/v3"
+	"github.com/openai/openai-go/v3/option"
+	"github.com/prometheus/client_golang/prometheus"
+	"go.uber.org/goleak"
+
+	"github.com/millrace/millrace/api"
+	"github.com/millrace/millrace/internal/engine"
+	"github.com/millrace/millrace/internal/engine/emulator"
+	"github.com/millrace/millrace/internal/engine/emulator/emulatortest"
+	"github.com/millrace/millrace/internal/platform"
+	"github.com/millrace/millrace/internal/testenv"
+)
+
+func TestMain(m *testing.M) {
+	for _, name := range []string{"OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_ADMIN_KEY"} { // the clients read them
+		if err := os.Unsetenv(name); err != nil {
+			panic(err)
+		}
+	}
+	flag.Parse()
+	asked := false
+	flag.Visit(func(f *flag.Flag) { asked = asked || f.Name == "test.parallel" })
+	if !asked {
+		if err := flag.Set("test.parallel", atOnce); err != nil {
+			panic(err)
+		}
+	}
+	goleak.VerifyTestMain(
+		m,
+		// A NATS server that is stopped while it creates a stream leaves that stream's goroutines behind.
+		goleak.IgnoreTopFunction("github.com/nats-io/nats-server/v2/server.(*fileStore).flushStreamStateLoop"),
+		goleak.IgnoreTopFunction("github.com/nats-io/nats-server/v2/server/ats.Register.func1"),
+	)
+}
+
+// model has a name with a slash, as most models have.
+const model = "test/model-8b"
+
+// atOnce is how many tests run at once: they wait for each other's clients more than they compute.
+const atOnce = "8"
+
+// patience bounds what a test waits for.
+const patience = 20 * time.Second
+
+// server is a whole platform in this process, as `millrace up` runs it, beside an engine.
+type server struct {
+	url      string
+	key      string
+	engine   *emulatortest.Server
+	platform *platform.Platform
+
+	mu     sync.Mutex
+	bodies [][]byte // of the engine's calls
+}
+
+// setup is what a test may change.
+type setup struct {
+	platform platform.Config
+	engine   emulator.Config
+}
+
+// start starts a server, and stops it when the test ends.
+func start(t *testing.T, change ...func(*setup)) *server {
+	t.Helper()
+	s := &server{key: "any"}
+	c := setup{
+		platform: platform.Config{
+			Dir: t.TempDir(), Relaxed: true, Version: "test",
+			API: api.Config{Listen: "127.0.0.1:0", DrainTimeout: time.Second},
+		},
+		engine: emulator.Config{Models: []string{model, "other"}, OnRequest: s.note},
+	}
+	for _, f := range change {
+		f(&c)
+	}
+	if c.platform.API.APIKey != "" {
+		s.key = c.platform.API.APIKey
+	}
+	c.platform.Worker.Drain = time.Second
+	s.engine = emulatortest.Start(t, c.engine)
+	c.platform.Engine = engine.Config{URL: s.engine.URL}
+	p, err := platform.New(t.Context(), c.platform, prometheus.NewRegistry(), testenv.Log(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.platform, s.url = p, p.URL()
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context())) // it must outlive what the test still asks when it ends
+	ended := make(chan error, 1)
+	go func() { ended <- p.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Errorf("the platform ended: %v", err)
+		}
+	})
+	checks := p.Ready()
+	eventually(t, "the platform is ready", func() error {
+		for name, check := range checks {
+			if err := check(); err != nil {
+				return fmt.Errorf("%s: %w", name, err)
+			}
+		}
+		return nil
+	})
+	return s
+}
+
+// note keeps the bodies that the engine gets.
+func (s *server) note(_, path string, _ http.Header, body []byte) {
+	if len(body) > 0 {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.bodies = append(s.bodies, body)
+	}
+}
+
+// calls returns the bodies of the engine's calls that hold text.
+func (s *server) calls(text string) [][]byte {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var found [][]byte
+	for _, b := range s.bodies {
+		if bytes.Contains(b, []byte(text)) {
+			found = append(found, b)
+		}
+	}
+	return found
+}
+
+// running is how many sequences the engine runs or has waiting.
+func (s *server) running() int {
+	stats := s.engine.Stats()
+	return stats.Running + stats.Waiting
+}
+
+// client is openai-go with the server's URL and key and all its defaults.
+func (s *server) client(t *testing.T, opts ...option.RequestOption) openai.Client {
+	t.Helper()
+	return newClient(t, s.url, s.key, opts...)
+}
+
+// newClient makes a client with connections of its own, which end with the test.
+func newClient(t *testing.T, url, key string, opts ...option.RequestOption) openai.Client {
+	t.Helper()
+	transport := http.DefaultTransport.(*http.Transport).Clone()
+	t.Cleanup(transport.CloseIdleConnections)
+	return openai.NewClient(append([]option.RequestOption{
+		option.WithBaseURL(url + "/v1"), option.WithAPIKey(key), option.WithHTTPClient(&http.Client{Transport: transport}),
+	}, opts...)...)
+}
+
+// chat asks for at most tokens tokens; text may hold the emulator's markers.
+func chat(text string, tokens int64) openai.ChatCompletionNewParams {
+	return openai.ChatCompletionNewParams{
+		Model: model, Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage(text)}, MaxTokens: openai.Int(tokens),
+	}
+}
+
+// eventually waits until check returns nil.
+func eventually(t *testing.T, what string, check func() error) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); ; {
+		err := check()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("never: %s: %v", what, err)
+		}
+		time.Sleep(5 * time.Millisecond) // what it waits for tells nobody
+	}
+}
+
+// soon bounds what a test waits for.
+func soon(t *testing.T) context.Context {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// decode reads JSON.
+func decode[T any](t *testing.T, raw []byte) T {
+	t.Helper()
+	var v T
+	if err := json.Unmarshal(raw, &v); err != nil {
+		t.Fatalf("%v in %s", err, raw)
+	}
+	return v
+}

@@ -1,0 +1,184 @@
+// What openai-node makes of Millrace. Run by the Go tests beside it: node client.mjs STEPS, with BASE_URL and API_KEY. It writes one line of JSON for each
+// step: {"step", "value"} or {"step", "error"}. The tests judge.
+
+import OpenAI from "../../../examples/openai-node/node_modules/openai/index.mjs";
+
+const model = "test/model-8b";
+const baseURL = process.env.BASE_URL + "/v1";
+const client = new OpenAI({ baseURL, apiKey: process.env.API_KEY });
+const chat = (text, max_tokens, more) => ({ model, messages: [{ role: "user", content: text }], max_tokens, ...more });
+const unchanged = { maxRetries: 0 };
+
+// collect reads a stream to its end.
+async function collect(stream) {
+  const got = { text: [], chunks: 0, empty: 0, usage: null, arguments: "" };
+  for await (const chunk of stream) {
+    got.chunks++;
+    if (chunk.choices.length === 0) got.empty++;
+    if (chunk.usage) got.usage = chunk.usage;
+    for (const c of chunk.choices) {
+      got.text[c.index] = (got.text[c.index] ?? "") + (c.delta?.content ?? c.text ?? "");
+      got.arguments += c.delta?.tool_calls?.[0]?.function?.arguments ?? "";
+    }
+  }
+  return got;
+}
+
+const tools = [
+  {
+    type: "function",
+    function: { name: "weather", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } },
+  },
+];
+
+const steps = {
+  // --- against a server that answers ---
+
+  async models() {
+    const ids = [];
+    for await (const m of client.models.list()) ids.push(m.id);
+    return { ids, one: await client.models.retrieve(model) };
+  },
+  async chat() {
+    const whole = await client.chat.completions.create(chat("Why is the sky <blue> & deep?", 12));
+    const plain = await collect(await client.chat.completions.create(chat("Why is the sky <blue> & deep?", 12, { stream: true })));
+    const tailed = await collect(
+      await client.chat.completions.create(chat("Why is the sky <blue> & deep?", 12, { stream: true, stream_options: { include_usage: true } })),
+    );
+    return { whole, plain, tailed };
+  },
+  async helper() {
+    const runner = client.chat.completions.stream(chat("Why is the sky <blue> & deep?", 12));
+    return { content: (await runner.finalMessage()).content };
+  },
+  async choices() {
+    const whole = await client.chat.completions.create(chat("Give me two.", 6, { n: 2 }));
+    const streamed = await collect(await client.chat.completions.create(chat("Give me two.", 6, { n: 2, stream: true })));
+    return { whole: whole.choices.map((c) => c.message.content), streamed: streamed.text };
+  },
+  async tools() {
+    const question = chat("What is the weather in Ulm?", 200, { tools, tool_choice: "required" });
+    const whole = await client.chat.completions.create(question);
+    const streamed = await collect(await client.chat.completions.create({ ...question, stream: true }));
+    return { call: whole.choices[0].message.tool_calls[0], finish: whole.choices[0].finish_reason, streamed: streamed.arguments };
+  },
+  async completion() {
+    const question = { model, prompt: "Once upon a time", max_tokens: 8 };
+    const whole = await client.completions.create(question);
+    const streamed = await collect(await client.completions.create({ ...question, stream: true }));
+    return { whole: whole.choices[0].text, streamed: streamed.text[0] };
+  },
+  async embeddings() {
+    const input = ["a mill", "a race"];
+    const byDefault = await client.embeddings.create({ model, input }); // asks for base64 and decodes it
+    const floats = await client.embeddings.create({ model, input, encoding_format: "float" });
+    const base64 = await client.embeddings.create({ model, input, encoding_format: "base64" });
+    return {
+      byDefault: byDefault.data.map((d) => Array.from(d.embedding)),
+      floats: floats.data.map((d) => d.embedding),
+      base64: base64.data.map((d) => d.embedding),
+    };
+  },
+  async unknown() {
+    const answer = await client.chat.completions.create(chat("Unknown fields.", 2, { vendor: { html: "<b>&</b>", none: null }, top_k: 3 }));
+    return { content: answer.choices[0].message.content };
+  },
+  async silence() {
+    return await collect(await client.chat.completions.create(chat("[[emulator:delay=600ms]] Be slow to begin.", 4, { stream: true })));
+  },
+  async broken() {
+    return await collect(await client.chat.completions.create(chat("[[emulator:error-after=3]] Break off.", 20, { stream: true })));
+  },
+  async cut() {
+    return await collect(await client.chat.completions.create(chat("[[emulator:reset-after=3]] Break off.", 20, { stream: true })));
+  },
+  async abort() {
+    const stream = await client.chat.completions.create(chat("[[emulator:hang-after=3]] I leave the stream.", 100, { stream: true }));
+    for await (const _ of stream) break;
+    const controller = new AbortController();
+    const call = client.chat.completions.create(chat("[[emulator:hang]] I leave the call.", 100), { signal: controller.signal });
+    setTimeout(() => controller.abort(), 300);
+    try {
+      await call;
+    } catch (err) {
+      return { name: err.constructor.name };
+    }
+  },
+  async async() {
+    const question = chat("[[emulator:delay=200ms]] Answer me later.", 9);
+    const { data, response } = await client.post("/chat/completions", { body: question, headers: { Prefer: "respond-async" } }).withResponse();
+    let job = data;
+    while (job.status === "queued" || job.status === "running") job = await client.get(`/jobs/${job.id}`, { query: { wait: "10s" } });
+    const direct = await client.chat.completions.create(question);
+    return {
+      status: response.status,
+      location: response.headers.get("location"),
+      id: data.id,
+      job: job.status,
+      content: job.result.body.choices[0].message.content,
+      direct: direct.choices[0].message.content,
+    };
+  },
+
+  // --- against a server that refuses ---
+
+  async key() {
+    await new OpenAI({ baseURL, apiKey: "sk-wrong" }).models.list();
+  },
+  async model() {
+    await client.chat.completions.create({ model: "no-such-model", messages: [{ role: "user", content: "Hello?" }] });
+  },
+  async route() {
+    await client.images.generate({ prompt: "A mill" });
+  },
+  async body() {
+    await client.chat.completions.create({ model });
+  },
+  async engine() {
+    await client.chat.completions.create({ model, messages: [] });
+  },
+  async large() {
+    await client.chat.completions.create(chat("word ".repeat(20_000), 1));
+  },
+  async reset() {
+    await client.chat.completions.create(chat("[[emulator:reset-after=0]]", 1), unchanged);
+  },
+  async full() {
+    await client.chat.completions.create(chat("Is there room?", 1), unchanged);
+  },
+
+  // --- what the client does by itself ---
+
+  async returns() {
+    const answer = await client.chat.completions.create(chat("I come back.", 1), { maxRetries: 10 });
+    return { content: answer.choices[0].message.content };
+  },
+  async retries() {
+    const body = chat("Once only, from Node.", 2);
+    const keyed = chat("Once only, keyed, from Node.", 2);
+    const round = String(process.pid);
+    const jobs = [
+      await client.post("/chat/completions", { body, headers: { Prefer: "respond-async" } }),
+      await client.post("/jobs", { body: { body, priority: "batch" } }),
+      await client.post("/jobs", { body: { body }, headers: { "Idempotency-Key": "node-" + round } }),
+    ];
+    await client.chat.completions.create(keyed, { headers: { "Idempotency-Key": "plain-node-" + round } });
+    return { ids: jobs.map((j) => j.id) };
+  },
+  async conflict() {
+    const headers = { "Idempotency-Key": "one-node" };
+    await client.chat.completions.create(chat("The first.", 1), { headers });
+    await client.chat.completions.create(chat("Another.", 1), { headers });
+  },
+};
+
+for (const step of process.argv.slice(2)) {
+  let line;
+  try {
+    line = { step, value: (await steps[step]()) ?? null };
+  } catch (err) {
+    const { status, code, param, type, message } = err;
+    line = { step, error: { name: err.constructor.name, status, code, param, type, message } };
+  }
+  console.log(JSON.stringify(line));
+}
