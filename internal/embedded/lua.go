@@ -1,9 +1,11 @@
 package embedded
 
 import (
+	"slices"
 	"strconv"
 	"strings"
 
+	luajson "github.com/alicebob/miniredis/v2/gopher-json"
 	"github.com/alicebob/miniredis/v2/server"
 	lua "github.com/yuin/gopher-lua"
 )
@@ -20,6 +22,10 @@ func (s *scripts) open() {
 		"call": s.call, "pcall": s.pcall, "error_reply": errorReply, "status_reply": statusReply, "sha1hex": sha1hex,
 		"log": ignore, "replicate_commands": ignore,
 	}))
+	l.Push(l.NewFunction(luajson.Loader))
+	l.Call(0, 1)
+	l.SetGlobal("cjson", l.Get(-1))
+	l.Pop(1)
 
 	refuse := l.NewFunction(func(l *lua.LState) int {
 		l.RaiseError("Script attempted to set '%s', which is a global or read-only variable", l.ToString(2))
@@ -31,13 +37,14 @@ func (s *scripts) open() {
 	global := l.NewTable()
 	// Without what could reach around readOnly, like rawset, getfenv and load, or do anything to the process.
 	for _, name := range []string{
-		"assert", "error", "getmetatable", "ipairs", "next", "pairs", "pcall", "rawequal", "rawget", "select", "setmetatable", "tonumber", "tostring", "type", "unpack", "xpcall",
+		"assert", "error", "getmetatable", "ipairs", "next", "pairs", "pcall", "rawequal", "rawget", "select", "setmetatable", "tonumber", "tostring", "type",
+		"unpack", "xpcall",
 	} {
 		global.RawSetString(name, l.GetGlobal(name))
 	}
 	l.GetGlobal("string").(*lua.LTable).RawSetString("__index", lua.LNil) // it led from any string to the library itself
-	for _, name := range []string{"table", "string", "math", "redis"} {
-		shown := l.NewTable()
+	for _, name := range []string{"table", "string", "math", "redis", "cjson"} {
+		shown := l.NewUserData() // and not a table, to which table.insert could add
 		shown.Metatable = readOnly(l.GetGlobal(name).(*lua.LTable))
 		global.RawSetString(name, shown)
 	}
@@ -79,8 +86,7 @@ func (s *scripts) do(l *lua.LState) (v lua.LValue, failed bool) {
 	if len(args) == 0 {
 		return fields(l, "err", lua.LString("ERR Please specify at least one argument for this redis.call() call")), true
 	}
-	switch strings.ToUpper(args[0]) {
-	case "SELECT", "HELLO": // they would change the connection for all scripts after this one
+	if refused(args) {
 		return fields(l, "err", lua.LString("ERR This Redis command is not allowed from script")), true
 	}
 	s.reply.Reset()
@@ -89,6 +95,19 @@ func (s *scripts) do(l *lua.LState) (v lua.LValue, failed bool) {
 	text := s.reply.String()
 	v, _ = value(l, text)
 	return v, text[0] == '-'
+}
+
+// refused tells whether scripts may not call a command that miniredis would let them call.
+func refused(args []string) bool {
+	switch strings.ToUpper(args[0]) {
+	case "SELECT", "HELLO": // they would change the connection for all scripts after this one
+		return true
+	case "BLPOP", "BRPOP", "BRPOPLPUSH", "BLMOVE", "BLMPOP", "BZPOPMIN", "BZPOPMAX", "BZMPOP": // while they wait, the lock is free
+		return true
+	case "XREAD", "XREADGROUP":
+		return slices.ContainsFunc(args, func(arg string) bool { return strings.EqualFold(arg, "BLOCK") })
+	}
+	return false
 }
 
 // value turns the first reply of text into a Lua value, as Redis does, and returns what follows it.

@@ -105,12 +105,15 @@ type serverLog struct{ log *slog.Logger }
 func (l serverLog) Noticef(format string, v ...any) {
 	l.log.Debug("nats server", "text", fmt.Sprintf(format, v...))
 }
+
 func (l serverLog) Warnf(format string, v ...any) {
 	l.log.Warn("nats server", "text", fmt.Sprintf(format, v...))
 }
+
 func (l serverLog) Errorf(format string, v ...any) {
 	l.log.Error("nats server", "text", fmt.Sprintf(format, v...))
 }
+
 func (l serverLog) Fatalf(format string, v ...any) {
 	l.log.Error("nats server", "text", fmt.Sprintf(format, v...))
 }
