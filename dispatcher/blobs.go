@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"time"
 
 	"github.com/millrace/millrace/internal/blob"
@@ -16,14 +15,9 @@ import (
 func (d *Dispatcher) sweepBlobs(ctx context.Context) error {
 	limit := time.Now().Add(-d.cfg.BlobAge).UnixMilli()
 	return d.deps.Blobs.List(ctx, func(i blob.Info) error {
-		if i.Time > limit {
+		id, ok := job.ParseBlob(i.Name)
+		if !ok || i.Time > limit {
 			return nil
-		}
-		kind, rest, _ := strings.Cut(i.Name, "/")
-		name, _, _ := strings.Cut(rest, "/")
-		id, err := job.ParseID(name)
-		if err != nil || (kind != "body" && kind != "result") {
-			return nil // not an object of a job
 		}
 		needed, err := d.blobNeeded(ctx, id, i.Name)
 		if err != nil || needed {
@@ -46,11 +40,11 @@ func (d *Dispatcher) blobNeeded(ctx context.Context, id job.ID, name string) (bo
 		return false, fmt.Errorf("looking for the outcome of job %s: %w", id, err)
 	}
 	_, err = d.deps.Queue.Find(ctx, "", id)
-	if errors.Is(err, queue.ErrNotFound) {
-		return false, nil
+	if err == nil {
+		return true, nil
 	}
-	if err != nil {
+	if !errors.Is(err, queue.ErrNotFound) {
 		return false, fmt.Errorf("looking for the message of job %s: %w", id, err)
 	}
-	return true, nil
+	return false, nil
 }

@@ -9,40 +9,53 @@ import (
 	"github.com/millrace/millrace/internal/results"
 )
 
-// duePage is how many late jobs are looked at in one turn.
+// duePage is how many late jobs are looked at at a time.
 const duePage = 256
 
 // expire ends what is past its deadline, or has waited longer than its queue timeout without a first start.
 func (d *Dispatcher) expire(ctx context.Context) error {
-	now := d.deps.Results.Now()
-	ids, err := d.deps.Results.Due(ctx, now, duePage)
-	if err != nil {
-		return fmt.Errorf("listing late jobs: %w", err)
-	}
-	for _, id := range ids {
-		rec, err := d.deps.Results.Get(ctx, id)
-		if errors.Is(err, results.ErrNotFound) {
-			if err := d.deps.Results.Forget(ctx, id); err != nil {
-				return fmt.Errorf("dropping job %s from the index: %w", id, err)
-			}
-			continue
-		}
+	for {
+		now := d.deps.Results.Now()
+		ids, err := d.deps.Results.Due(ctx, now, duePage)
 		if err != nil {
-			return fmt.Errorf("reading late job %s: %w", id, err)
+			return fmt.Errorf("listing late jobs: %w", err)
 		}
-		message := late(rec, now)
-		if message == "" {
-			continue
+		var failed error
+		for _, id := range ids {
+			err := d.expireOne(ctx, id, now)
+			if passing(err) {
+				return err
+			}
+			if err != nil { // the others are late all the same
+				failed = err
+			}
 		}
-		o := job.Outcome{State: job.Expired, Error: job.NewError(job.TypeServer, job.CodeExpired, message)}
-		if err := d.end(ctx, rec, o); err != nil {
-			return err
+		if failed != nil || len(ids) < duePage {
+			return failed
 		}
 	}
-	return nil
 }
 
-// late says why a job must end now, "" if it need not.
+func (d *Dispatcher) expireOne(ctx context.Context, id job.ID, now job.Millis) error {
+	rec, err := d.deps.Results.Get(ctx, id)
+	if errors.Is(err, results.ErrNotFound) {
+		// If it has a message, the reconciler finds it without a record, and puts it back among the live ones.
+		if err := d.deps.Results.Forget(ctx, id); err != nil {
+			return fmt.Errorf("dropping job %s from the index: %w", id, err)
+		}
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("reading late job %s: %w", id, err)
+	}
+	message := late(rec, now)
+	if message == "" {
+		return nil
+	}
+	return d.end(ctx, rec, job.Outcome{State: job.Expired, Error: job.NewError(job.TypeServer, job.CodeExpired, message)})
+}
+
+// late says why a job must end now, "" if it need not. A job that has started once has only its deadline to keep.
 func late(rec *results.Record, now job.Millis) string {
 	j := &rec.Job
 	switch {
@@ -51,10 +64,10 @@ func late(rec *results.Record, now job.Millis) string {
 	case now >= j.Expires && rec.State == job.Running:
 		return "The job's deadline passed while it ran."
 	case now >= j.Expires && len(rec.Attempts) > 0:
-		return fmt.Sprintf("The job's deadline passed while it waited for another attempt; %d had failed, the last with %q.", len(rec.Attempts), rec.Attempts[len(rec.Attempts)-1].Outcome)
+		return fmt.Sprintf("The job's deadline passed while it waited for another attempt; it had %d, the last ended with %q.", len(rec.Attempts), rec.Attempts[len(rec.Attempts)-1].Outcome)
 	case now >= j.Expires:
 		return "The job's deadline passed before a worker had room for it."
-	case j.QueueTimeout > 0 && len(rec.Attempts) == 0 && now >= j.Created+j.QueueTimeout:
+	case rec.Token == 0 && j.QueueTimeout > 0 && now >= j.Created+j.QueueTimeout:
 		return fmt.Sprintf("The job waited longer than its queue_timeout of %s.", j.QueueTimeout.Duration())
 	}
 	return ""

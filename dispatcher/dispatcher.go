@@ -2,6 +2,7 @@ package dispatcher
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -9,8 +10,6 @@ import (
 	"strings"
 	"sync"
 	"time"
-
-	"crypto/rand"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
@@ -38,7 +37,8 @@ type Config struct {
 	LowWater, HighWater int
 	// MaxDeaths is how many deaths of its worker end a job. Default 3.
 	MaxDeaths int
-	// BlobSweep is the period of looking for objects that belong to no job. Default 1 h. BlobAge is how old such an object must be. Default 1 h.
+	// BlobSweep is the period of looking for objects that belong to no job. Default 1 h. BlobAge is how old such an object must be: longer than a call waits on its connection, whose
+	// job cannot be looked up. Default 25 h.
 	BlobSweep, BlobAge time.Duration
 }
 
@@ -53,7 +53,7 @@ func (c *Config) complete() error {
 		{"Reconcile", &c.Reconcile, 10 * time.Second},
 		{"AcceptingAfter", &c.AcceptingAfter, 30 * time.Second},
 		{"BlobSweep", &c.BlobSweep, time.Hour},
-		{"BlobAge", &c.BlobAge, time.Hour},
+		{"BlobAge", &c.BlobAge, 25 * time.Hour},
 	} {
 		if *f.value < 0 {
 			return fmt.Errorf("dispatcher: %s is %s, which must not be negative", f.name, *f.value)
@@ -163,32 +163,35 @@ func (d *Dispatcher) lead(ctx context.Context, epoch uint64) {
 	d.setLeading(true)
 	defer d.setLeading(false)
 	elected := time.Now()
-	ended := make(chan struct{}, 1) // a job ended: there may be room to feed
+	ended := make(chan job.Model, 256) // there may be room to feed; what does not fit is found by the feeder's own look
+	if err := d.deps.Relay.OnEnded(ctx, func(m job.Model) {
+		select {
+		case ended <- m:
+		default:
+		}
+	}); err != nil { // the feeder's own look does without
+		d.log.Warn("listening for ended jobs", "err", err)
+	}
+	feed := &feeder{d: d, ended: ended, lined: map[job.Model]bool{}, rest: map[job.Model]time.Time{}}
+	missing := map[job.ID]bool{}
 
 	var g sync.WaitGroup
-	g.Go(func() {
-		err := d.deps.Relay.OnEnded(ctx, func(job.Model) {
-			select {
-			case ended <- struct{}{}:
-			default:
-			}
-		})
-		if err != nil && ctx.Err() == nil { // the feeder's own tick does without
-			d.log.Warn("listening for ended jobs", "err", err)
-		}
-	})
 	g.Go(func() { d.watchDeaths(ctx) })
-	g.Go(func() {
-		d.loop(ctx, "sweep", d.cfg.Sweep, func(ctx context.Context) error { return d.sweep(ctx, elected) })
-	})
-	g.Go(func() { d.loop(ctx, "deadlines", d.cfg.Deadlines, d.expire) })
-	g.Go(func() { d.feedLoop(ctx, ended) })
-	g.Go(func() { d.loop(ctx, "rebuild", d.cfg.Sweep, d.rebuild) })
-	g.Go(func() {
-		missing := map[job.ID]bool{}
-		d.loop(ctx, "reconcile", d.cfg.Reconcile, func(ctx context.Context) error { return d.reconcile(ctx, missing) })
-	})
-	g.Go(func() { d.loop(ctx, "blobs", d.cfg.BlobSweep, d.sweepBlobs) })
+	for _, duty := range []struct {
+		name   string
+		period time.Duration
+		do     func(context.Context) error
+	}{
+		{"sweep", d.cfg.Sweep, func(ctx context.Context) error { return d.sweep(ctx, elected) }},
+		{"deadlines", d.cfg.Deadlines, d.expire},
+		{"feed", feedPause, feed.feed},
+		{"rebuild", d.cfg.Sweep, d.rebuild},
+		{"reconcile", d.cfg.Reconcile, func(ctx context.Context) error { return d.reconcile(ctx, missing) }},
+		{"holders", d.cfg.Reconcile, d.lookAtHolders},
+		{"blobs", d.cfg.BlobSweep, d.sweepBlobs},
+	} {
+		g.Go(func() { d.loop(ctx, duty.name, duty.period, duty.do) })
+	}
 	g.Wait()
 	d.log.Info("leading no more", "epoch", epoch)
 }
@@ -226,4 +229,20 @@ func (d *Dispatcher) loop(ctx context.Context, name string, period time.Duration
 		case <-t.C:
 		}
 	}
+}
+
+// passing tells whether err speaks of a store that is away, so that the rest of a turn would only fail like this. Other errors are of one job, and hold up no other.
+func passing(err error) bool {
+	return errors.Is(err, queue.ErrUnavailable) || errors.Is(err, results.ErrUnavailable) || errors.Is(err, blob.ErrUnavailable) ||
+		errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)
+}
+
+// end ends a job that runs or waits, from its record.
+func (d *Dispatcher) end(ctx context.Context, rec *results.Record, o job.Outcome) error {
+	stored, err := d.settler.End(ctx, &rec.Job, rec, o)
+	if stored != nil {
+		d.metrics.ended.WithLabelValues(string(stored.Outcome.State)).Inc()
+		d.log.Info("job ended by the dispatcher", "job", rec.Job.ID, "model", rec.Job.Model, "tenant", rec.Job.Tenant, "state", stored.Outcome.State)
+	}
+	return err
 }

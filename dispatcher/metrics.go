@@ -4,6 +4,9 @@ import (
 	"fmt"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/job"
 )
 
 // metrics of the leader. Model names come from the engines that are served, which is a closed set.
@@ -33,4 +36,16 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		}
 	}
 	return m, nil
+}
+
+// count shows a model's queue.
+func (m *metrics) count(info cluster.QueueInfo) {
+	for _, c := range job.Classes() {
+		m.waiting.WithLabelValues(string(info.Model), string(c)).Set(float64(info.Waiting[c]))
+	}
+	lines := 0
+	for _, n := range info.WaitingLines {
+		lines += n
+	}
+	m.waiting.WithLabelValues(string(info.Model), "line").Set(float64(lines))
 }

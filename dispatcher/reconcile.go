@@ -10,43 +10,39 @@ import (
 	"github.com/millrace/millrace/internal/results"
 )
 
-// restorePage is how many records go to Redis in one round trip.
-const restorePage = 256
-
 // reconcile compares the jobs that Redis counts as live with the messages in the streams, and repairs each difference. A difference may be a job that is just moving from one state to
-// the next, so a missing message is acted on only when it was missing in the turn before too (missing carries that from turn to turn).
+// the next, so a missing message is acted on only when it was missing in the turn before too (missing carries that from turn to turn). While the store is being rebuilt there is nothing to compare.
 func (d *Dispatcher) reconcile(ctx context.Context, missing map[job.ID]bool) error {
-	models, err := d.deps.Queue.Models(ctx)
+	wiped, err := d.deps.Results.Wiped(ctx)
+	if wiped || err != nil {
+		clear(missing)
+		return err
+	}
+	present, err := d.present(ctx)
 	if err != nil {
-		return fmt.Errorf("listing models: %w", err)
+		return err
 	}
-	present := map[job.ID]job.Model{}
-	for _, m := range models {
-		ids, err := d.deps.Queue.Present(ctx, m)
-		if err != nil {
-			return fmt.Errorf("listing the messages of model %s: %w", m, err)
-		}
-		for id := range ids {
-			present[id] = m
-		}
-	}
-	live := map[job.ID]bool{}
-	seen := map[job.ID]bool{}
+	var failed error // of one job: the others are repaired all the same
+	live, absent := map[job.ID]bool{}, map[job.ID]bool{}
 	err = d.deps.Results.Live(ctx, func(ids []job.ID) error {
-		for _, id := range ids {
+		states, err := d.deps.Results.States(ctx, ids)
+		if err != nil {
+			return err
+		}
+		for i, id := range ids {
 			live[id] = true
-			_, there := present[id]
-			if there && d.young(id) {
+			if d.young(id) {
 				continue // nothing can be wrong with it yet
 			}
+			m, there := present[id]
 			if !there && !missing[id] {
-				if !d.young(id) {
-					seen[id] = true
-				}
+				absent[id] = true
 				continue
 			}
-			if err := d.check(ctx, id, there); err != nil {
+			if err := d.repair(ctx, id, states[i], m, there); passing(err) {
 				return err
+			} else if err != nil {
+				failed = err
 			}
 		}
 		return nil
@@ -55,17 +51,39 @@ func (d *Dispatcher) reconcile(ctx context.Context, missing map[job.ID]bool) err
 		return fmt.Errorf("comparing live jobs with their messages: %w", err)
 	}
 	clear(missing)
-	for id := range seen {
+	for id := range absent {
 		missing[id] = true
 	}
 	for id, m := range present {
-		if !live[id] && !d.young(id) {
-			if err := d.checkUnrecorded(ctx, id, m); err != nil {
-				return err
-			}
+		if live[id] || d.young(id) {
+			continue
+		}
+		if err := d.repairUnlisted(ctx, id, m); passing(err) {
+			return err
+		} else if err != nil {
+			failed = err
 		}
 	}
-	return nil
+	return failed
+}
+
+// present lists the jobs that have a message, with their models.
+func (d *Dispatcher) present(ctx context.Context) (map[job.ID]job.Model, error) {
+	models, err := d.deps.Queue.Models(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("listing models: %w", err)
+	}
+	present := map[job.ID]job.Model{}
+	for _, m := range models {
+		ids, err := d.deps.Queue.Present(ctx, m)
+		if err != nil {
+			return nil, fmt.Errorf("listing the messages of model %s: %w", m, err)
+		}
+		for id := range ids {
+			present[id] = m
+		}
+	}
+	return present, nil
 }
 
 // young tells whether the job is too new to be judged.
@@ -73,13 +91,16 @@ func (d *Dispatcher) young(id job.ID) bool {
 	return d.deps.Results.Now()-job.MillisOf(id.Time()) < job.Millis(d.cfg.Reconcile.Milliseconds())
 }
 
-// check looks at one live job again, closely, and repairs it. there: it has a message.
-func (d *Dispatcher) check(ctx context.Context, id job.ID, there bool) error {
+// repair looks at one live job, which is in that state and has a message in m's stream (there) or has had none for two turns.
+func (d *Dispatcher) repair(ctx context.Context, id job.ID, state job.State, m job.Model, there bool) error {
+	switch {
+	case there && state == "":
+		return d.repairUnrecorded(ctx, id, m)
+	case there && state != job.Accepting: // as it should be, or ended just now
+		return nil
+	}
 	rec, err := d.deps.Results.Get(ctx, id)
-	if errors.Is(err, results.ErrNotFound) {
-		if there {
-			return nil // checkUnrecorded's, or the claim's
-		}
+	if errors.Is(err, results.ErrNotFound) { // neither record nor message: it has left both while we looked, or was never accepted
 		return d.deps.Results.Forget(ctx, id)
 	}
 	if err != nil {
@@ -89,15 +110,58 @@ func (d *Dispatcher) check(ctx context.Context, id job.ID, there bool) error {
 	switch {
 	case rec.State.Ended():
 		return d.deps.Results.Forget(ctx, id)
+	case rec.State == job.Accepting && now-rec.Since < job.Millis(d.cfg.AcceptingAfter.Milliseconds()):
+		return nil
 	case rec.State == job.Accepting:
-		if now-rec.Since < job.Millis(d.cfg.AcceptingAfter.Milliseconds()) {
-			return nil
-		}
 		return d.decideAccepting(ctx, rec)
-	case there || rec.Lease > now:
+	case there || rec.Lease > now: // its attempt will end it
 		return nil
 	}
 	return d.putBack(ctx, rec)
+}
+
+// repairUnlisted looks at a message whose job Redis does not count as live.
+func (d *Dispatcher) repairUnlisted(ctx context.Context, id job.ID, m job.Model) error {
+	rec, err := d.deps.Results.Get(ctx, id)
+	switch {
+	case errors.Is(err, results.ErrNotFound):
+		return d.repairUnrecorded(ctx, id, m)
+	case err != nil:
+		return fmt.Errorf("reading job %s: %w", id, err)
+	case rec.State.Ended(): // its message comes once more, and is acked then; if nobody pulls it, it goes here
+		return d.deps.Queue.Remove(ctx, queue.Work, m, id)
+	}
+	d.metrics.repaired.WithLabelValues("unlisted").Inc()
+	return d.deps.Results.RestoreQueued(ctx, []results.QueuedJob{{Job: rec.Job}}) // leaves the record as it is
+}
+
+// repairUnrecorded repairs a message whose job has no record.
+func (d *Dispatcher) repairUnrecorded(ctx context.Context, id job.ID, m job.Model) error {
+	s, err := d.deps.Queue.Find(ctx, m, id)
+	if errors.Is(err, queue.ErrNotFound) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("reading the message of job %s: %w", id, err)
+	}
+	if over, err := d.finishEnded(ctx, &s.Job); over || err != nil {
+		return err
+	}
+	d.metrics.repaired.WithLabelValues("lost_record").Inc()
+	return d.deps.Results.RestoreQueued(ctx, []results.QueuedJob{{Job: s.Job, Body: s.Body}})
+}
+
+// finishEnded records a job's outcome if DONE has one, and tells whether it has.
+func (d *Dispatcher) finishEnded(ctx context.Context, j *job.Job) (bool, error) {
+	stored, err := d.deps.Queue.Outcome(ctx, j.Tenant, j.Group, j.ID)
+	switch {
+	case errors.Is(err, queue.ErrNotFound):
+		return false, nil
+	case err != nil:
+		return false, fmt.Errorf("looking for the outcome of job %s: %w", j.ID, err)
+	}
+	d.metrics.repaired.WithLabelValues("unrecorded_outcome").Inc()
+	return true, d.settler.Finish(ctx, stored)
 }
 
 // decideAccepting decides a job whose API did not finish accepting it: it is queued if its message exists; else it was never accepted, and record and key go. It is never published here:
@@ -112,11 +176,18 @@ func (d *Dispatcher) decideAccepting(ctx context.Context, rec *results.Record) e
 	case !errors.Is(err, queue.ErrNotFound):
 		return fmt.Errorf("looking for the message of job %s: %w", j.ID, err)
 	}
+	if over, err := d.finishEnded(ctx, j); over || err != nil { // accepted again after a wipe, when it had run already
+		return err
+	}
 	gone, err := d.deps.Results.Discard(ctx, j, rec.Since)
 	if err != nil {
 		return fmt.Errorf("discarding job %s: %w", j.ID, err)
 	}
-	if gone && j.Key != "" {
+	if !gone { // its client has come back just now
+		return nil
+	}
+	// If we crash here, the key leads to a job that is nowhere; whoever uses it next takes it over.
+	if j.Key != "" {
 		if err := d.deps.Results.ReleaseKey(ctx, j.Tenant, j.Key, j.ID); err != nil {
 			return fmt.Errorf("releasing the key of job %s: %w", j.ID, err)
 		}
@@ -133,17 +204,18 @@ func (d *Dispatcher) putBack(ctx context.Context, rec *results.Record) error {
 	} else if !errors.Is(err, queue.ErrNotFound) {
 		return fmt.Errorf("looking for the message of job %s: %w", j.ID, err)
 	}
-	stored, err := d.deps.Queue.Outcome(ctx, j.Tenant, j.Group, j.ID)
-	switch {
-	case err == nil:
-		d.metrics.repaired.WithLabelValues("unrecorded_outcome").Inc()
-		return d.settler.Finish(ctx, stored)
-	case !errors.Is(err, queue.ErrNotFound):
-		return fmt.Errorf("looking for the outcome of job %s: %w", j.ID, err)
+	if over, err := d.finishEnded(ctx, j); over || err != nil {
+		return err
 	}
 	var body []byte
 	if j.Blob == "" {
-		if body, err = d.deps.Results.Body(ctx, j.ID); err != nil {
+		var err error
+		body, err = d.deps.Results.Body(ctx, j.ID)
+		if errors.Is(err, results.ErrNotFound) {
+			d.log.Error("a job's request is in no store any more", "job", j.ID, "model", j.Model, "tenant", j.Tenant)
+			return d.end(ctx, rec, job.Outcome{State: job.Failed, Error: job.NewError(job.TypeServer, job.CodeInternal, "The job's request was lost.")})
+		}
+		if err != nil {
 			return fmt.Errorf("reading the body of job %s to publish it again: %w", j.ID, err)
 		}
 	}
@@ -153,120 +225,4 @@ func (d *Dispatcher) putBack(ctx context.Context, rec *results.Record) error {
 	}
 	d.metrics.repaired.WithLabelValues("lost_message").Inc()
 	return nil
-}
-
-// checkUnrecorded repairs a message whose job Redis does not count as live.
-func (d *Dispatcher) checkUnrecorded(ctx context.Context, id job.ID, m job.Model) error {
-	rec, err := d.deps.Results.Get(ctx, id)
-	if err == nil {
-		if rec.State.Ended() { // its message comes once more, and is acked then; if nobody pulls it, it goes here
-			return d.deps.Queue.Remove(ctx, queue.Work, m, id)
-		}
-		return nil
-	}
-	if !errors.Is(err, results.ErrNotFound) {
-		return fmt.Errorf("reading job %s: %w", id, err)
-	}
-	s, err := d.deps.Queue.Find(ctx, m, id)
-	if errors.Is(err, queue.ErrNotFound) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("reading the message of job %s: %w", id, err)
-	}
-	stored, err := d.deps.Queue.Outcome(ctx, s.Job.Tenant, s.Job.Group, id)
-	switch {
-	case err == nil:
-		d.metrics.repaired.WithLabelValues("unrecorded_outcome").Inc()
-		return d.settler.Finish(ctx, stored)
-	case !errors.Is(err, queue.ErrNotFound):
-		return fmt.Errorf("looking for the outcome of job %s: %w", id, err)
-	}
-	d.metrics.repaired.WithLabelValues("lost_record").Inc()
-	return d.deps.Results.RestoreQueued(ctx, []results.QueuedJob{{Job: s.Job, Body: s.Body}})
-}
-
-// rebuild fills a wiped Redis: the outcomes first, so that a job which has one is never restored as waiting, then what waits. Records that are there are left alone, so running
-// workers and new jobs may write meanwhile. The sentinel comes last: until then creates with a key are refused, because the key might be one that is not restored yet.
-func (d *Dispatcher) rebuild(ctx context.Context) error {
-	wiped, err := d.deps.Results.Wiped(ctx)
-	if err != nil {
-		return fmt.Errorf("looking whether the result store was wiped: %w", err)
-	}
-	if !wiped {
-		return nil
-	}
-	d.log.Info("the result store is empty: filling it from the streams")
-	ended, waiting := 0, 0
-	page := make([]results.EndedJob, 0, restorePage)
-	flush := func() error {
-		if err := d.deps.Results.RestoreEnded(ctx, page); err != nil {
-			return fmt.Errorf("restoring ended jobs: %w", err)
-		}
-		ended += len(page)
-		page = page[:0]
-		return nil
-	}
-	for r, err := range d.deps.Queue.Outcomes(ctx, 0) {
-		if err != nil {
-			return fmt.Errorf("reading outcomes: %w", err)
-		}
-		if r.Outcome.Erased || r.Job.Live() {
-			continue
-		}
-		if page = append(page, results.EndedJob{Job: r.Job, Outcome: r.Outcome}); len(page) == cap(page) {
-			if err := flush(); err != nil {
-				return err
-			}
-		}
-	}
-	if err := flush(); err != nil {
-		return err
-	}
-	models, err := d.deps.Queue.Models(ctx)
-	if err != nil {
-		return fmt.Errorf("listing models: %w", err)
-	}
-	for _, m := range models {
-		n, err := d.restoreWaiting(ctx, m)
-		if err != nil {
-			return err
-		}
-		waiting += n
-	}
-	if err := d.deps.Results.SetSentinel(ctx); err != nil {
-		return fmt.Errorf("marking the result store as whole: %w", err)
-	}
-	d.log.Info("the result store is whole again", "ended", ended, "waiting", waiting)
-	return nil
-}
-
-// restoreWaiting restores the records of a model's waiting jobs. Bodies are held a page at a time, by bytes as well as by number.
-func (d *Dispatcher) restoreWaiting(ctx context.Context, m job.Model) (int, error) {
-	const pageBytes = 8 << 20
-	n, bytes := 0, 0
-	var page []results.QueuedJob
-	flush := func() error {
-		if err := d.deps.Results.RestoreQueued(ctx, page); err != nil {
-			return fmt.Errorf("restoring waiting jobs: %w", err)
-		}
-		n += len(page)
-		page, bytes = page[:0], 0
-		return nil
-	}
-	for s, err := range d.deps.Queue.Waiting(ctx, queue.Work, m, "", true) {
-		if errors.Is(err, queue.ErrNotFound) {
-			break
-		}
-		if err != nil {
-			return n, fmt.Errorf("reading what waits for model %s: %w", m, err)
-		}
-		page = append(page, results.QueuedJob{Job: s.Job, Body: s.Body})
-		if bytes += len(s.Body); len(page) == restorePage || bytes > pageBytes {
-			if err := flush(); err != nil {
-				return n, err
-			}
-		}
-	}
-	return n, flush()
 }
