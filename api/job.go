@@ -12,6 +12,7 @@ import (
 	"io"
 	"mime"
 	"net/http"
+	"slices"
 	"strings"
 
 	"github.com/labstack/echo/v4"
@@ -195,7 +196,7 @@ func (s *Server) describe(ctx context.Context, v *view) (*document, error) {
 	if err != nil {
 		return nil, fmt.Errorf("reading the answer of job %s: %w", v.job.ID, err)
 	}
-	return &document{head: append(append(head, raw...), tail...)}, nil
+	return &document{head: slices.Concat(head, raw, tail)}, nil // head and tail share their memory
 }
 
 // openJSON opens the answer as JSON text. A large one is read through once before, so that a damaged object is a failure and never a cut answer.

@@ -1,6 +1,7 @@
 package api_test
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -68,6 +69,22 @@ func TestJobRunsAndTellsAll(t *testing.T) {
 	raw := e.send("GET", "/v1/jobs/"+string(id), "")
 	if want := `"result":{"status_code":200,"body":` + repeat(nil, []byte(inner)).body + `}`; !strings.Contains(string(raw.body), want) {
 		t.Errorf("%s is not in %s", want, raw.body)
+	}
+}
+
+// TestAnswerLeavesTheRestOfItsJobAlone: answers of all lengths, above all short ones of jobs whose object goes on behind them.
+func TestAnswerLeavesTheRestOfItsJobAlone(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	e.startWorker(func(_ *job.Job, body []byte) reply {
+		return reply{status: 400, body: fmt.Sprintf(`{"error":{"message":%q,"type":"t","param":null,"code":null}}`, strings.Repeat("x", 7*bytes.Count(body, []byte("y"))))}
+	})
+	for n := 0; n < 120; n += 10 {
+		id := e.submit(jobBody(chat(1, fmt.Sprintf(`,"pad":%q`, strings.Repeat("y", n))), ""))
+		o := e.wait(id) // which fails where it is no JSON
+		if o["status"] != "failed" || o["metadata"] == nil {
+			t.Errorf("an answer with %d characters: %v", 7*n, o)
+		}
 	}
 }
 
