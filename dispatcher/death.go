@@ -46,6 +46,8 @@ func (d *Dispatcher) followUp(ctx context.Context, death cluster.Death) {
 	default:
 		return
 	}
+	d.setFollowing(death.ID, true)
+	defer d.setFollowing(death.ID, false)
 	for end := time.Now().Add(deathPatience); ; {
 		err := act()
 		if err == nil || ctx.Err() != nil {
@@ -61,6 +63,23 @@ func (d *Dispatcher) followUp(ctx context.Context, death cluster.Death) {
 			return
 		}
 	}
+}
+
+// setFollowing notes that a death is followed up.
+func (d *Dispatcher) setFollowing(id string, following bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if following {
+		d.following[id] = true
+	} else {
+		delete(d.following, id)
+	}
+}
+
+func (d *Dispatcher) isFollowing(id string) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.following[id]
 }
 
 // recoverWorker frees what a dead worker held. Per job: lease ended (token kept, so that a zombie's late writes are refused) -> delivery handed back -> out of its held set. A crash

@@ -15,8 +15,9 @@ import (
 func TestDeathHandsWorkBackAtOnce(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)
-	e.lead(quick)
+	l := e.lead(quick)
 	dead, other := e.worker("dead"), e.worker("other")
+	e.until("both are heard", func() bool { return len(l.cluster.Workers(model)) == 2 })
 	e.submit(queue.AnyLane, e.job())
 	d, c := e.claim(dead, job.Standard)
 	j := &d.Job
@@ -87,12 +88,12 @@ func TestDispatcherThatWasCutOffKillsNobody(t *testing.T) {
 func TestThirdDeathEndsAJob(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)
-	e.lead(quick)
+	l := e.lead(quick)
 	j := e.submit(queue.AnyLane, e.job())
 	for _, name := range []string{"a", "b", "c"} {
 		w := e.worker(name)
 		e.claim(w, job.Standard)
-		e.until("it is heard", func() bool { return len(e.cluster.Workers(model)) == 1 })
+		e.until("it is heard", func() bool { return len(l.cluster.Workers(model)) == 1 })
 		w.link.cut()
 		e.until("it is dead", func() bool { return e.get(j).State != job.Running })
 	}
@@ -132,7 +133,7 @@ func TestLanesOfWorkersThatNobodyHeardAreMoved(t *testing.T) {
 func TestLiveJobsOfADeadAPIAreCancelled(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)
-	e.lead(quick)
+	l := e.lead(quick)
 	p := e.open()
 	e.announce(p, cluster.Heartbeat{ID: "api-2", Role: cluster.RoleAPI})
 	live := func(api job.API) *job.Job {
@@ -141,7 +142,7 @@ func TestLiveJobsOfADeadAPIAreCancelled(t *testing.T) {
 		return &m.Job
 	}
 	dead, other := live("api-2"), live("api-1")
-	e.until("it is heard", func() bool { return len(e.cluster.Members()) == 3 })
+	e.until("it is heard", func() bool { return len(l.cluster.Members()) == 3 })
 	p.link.cut()
 	e.until("its job is cancelled", func() bool {
 		r, err := e.queue.Outcome(t.Context(), dead.Tenant, dead.Group, dead.ID)

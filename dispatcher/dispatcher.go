@@ -103,9 +103,10 @@ type Dispatcher struct {
 	settler *settle.Settler
 	metrics *metrics
 
-	mu      sync.Mutex // guards what follows
-	leading bool
-	queues  []cluster.QueueInfo
+	mu        sync.Mutex // guards what follows
+	leading   bool
+	queues    []cluster.QueueInfo
+	following map[string]bool // members whose death is followed up now
 }
 
 // New validates cfg and starts nothing.
@@ -122,7 +123,7 @@ func New(cfg Config, deps Deps) (*Dispatcher, error) {
 	}
 	id := "dispatcher-" + strings.ToLower(rand.Text()[:12])
 	return &Dispatcher{
-		cfg: cfg, deps: deps, id: id, log: deps.Log.With("dispatcher", id), begun: time.Now(), metrics: m,
+		cfg: cfg, deps: deps, id: id, log: deps.Log.With("dispatcher", id), begun: time.Now(), metrics: m, following: map[string]bool{},
 		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: deps.Log},
 	}, nil
 }
@@ -162,7 +163,7 @@ func (d *Dispatcher) lead(ctx context.Context, epoch uint64) {
 	d.log.Info("leading", "epoch", epoch)
 	d.setLeading(true)
 	defer d.setLeading(false)
-	elected := time.Now()
+	sweep := &sweeper{d: d, elected: time.Now()}
 	ended := make(chan job.Model, 256) // there may be room to feed; what does not fit is found by the feeder's own look
 	if err := d.deps.Relay.OnEnded(ctx, func(m job.Model) {
 		select {
@@ -182,7 +183,7 @@ func (d *Dispatcher) lead(ctx context.Context, epoch uint64) {
 		period time.Duration
 		do     func(context.Context) error
 	}{
-		{"sweep", d.cfg.Sweep, func(ctx context.Context) error { return d.sweep(ctx, elected) }},
+		{"sweep", d.cfg.Sweep, sweep.sweep},
 		{"deadlines", d.cfg.Deadlines, d.expire},
 		{"feed", feedPause, feed.feed},
 		{"rebuild", d.cfg.Sweep, d.rebuild},

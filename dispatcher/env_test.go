@@ -43,6 +43,7 @@ type env struct {
 	redis  string
 	wipe   func()
 	parts
+	leaders []*leader
 }
 
 // parts are one process's access to the platform.
@@ -120,6 +121,19 @@ func (e *env) announce(p parts, h cluster.Heartbeat) (farewell func()) {
 	})
 	e.Cleanup(farewell)
 	return farewell
+}
+
+// background runs f until the test ends.
+func (e *env) background(f func(context.Context) error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- f(ctx) }()
+	e.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			e.Error(err)
+		}
+	})
 }
 
 // link is one process's way to NATS, which can be cut.

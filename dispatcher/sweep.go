@@ -13,21 +13,34 @@ import (
 	"github.com/millrace/millrace/internal/results"
 )
 
-// sweep looks at everything that a death may have left, whoever saw it: held sets of workers that are not there, and their lanes. elected is since when this leader watches.
-func (d *Dispatcher) sweep(ctx context.Context, elected time.Time) error {
+// sweeper finds what deaths have left, whoever saw them: held sets of workers that are not there, and their lanes.
+type sweeper struct {
+	d       *Dispatcher
+	elected time.Time           // since when this leader watches
+	silent  map[job.Worker]bool // found silent by the last turn
+}
+
+// sweep looks once. A worker is left for one turn to those who follow up its death, and for longer while they do: they know whether it is charged, and nobody here does.
+func (s *sweeper) sweep(ctx context.Context) error {
+	d := s.d
 	holders, err := d.deps.Results.Holders(ctx)
 	if err != nil {
 		return fmt.Errorf("listing holders: %w", err)
 	}
+	silent := map[job.Worker]bool{}
 	for _, w := range holders {
-		if d.deps.Cluster.SilentSince(string(w), elected) {
-			// Nobody here saw it die, so nobody can say whose fault it was.
+		if !d.deps.Cluster.SilentSince(string(w), s.elected) || d.isFollowing(string(w)) {
+			continue
+		}
+		silent[w] = true
+		if s.silent[w] {
 			if err := d.recoverWorker(ctx, w, false); err != nil {
 				return err
 			}
 		}
 	}
-	return d.lookAtQueues(ctx, elected)
+	s.silent = silent
+	return d.lookAtQueues(ctx, s.elected)
 }
 
 // lookAtQueues counts every model's queue for the heartbeat, and moves the lanes of workers that are gone.
