@@ -22,7 +22,7 @@ type Config struct {
 	InFlight int
 	// Body is the size of a request in bytes. Default 1,024.
 	Body int
-	// Scale stretches or shortens each measurement. Default 1, which takes about 40 s in all.
+	// Scale stretches or shortens each measurement. Default 1, which takes half a minute in all.
 	Scale float64
 	// RedisServer is the program that is a real Redis; "" leaves that part out. FindRedis finds one.
 	RedisServer string

@@ -160,8 +160,8 @@ func (r *rig) outcomes(ctx context.Context) (uint64, error) {
 }
 
 // stubEngine is the stub as a worker sees it. It takes more at once than is ever in flight, so that only the platform limits.
-func stubEngine(s *stub) engine.Config {
-	return engine.Config{URL: s.url(), Kind: engine.Generic, KVTokens: 1 << 24, MaxConcurrency: 512}
+func stubEngine(s *stub, cfg Config) engine.Config {
+	return engine.Config{URL: s.url(), Kind: engine.Generic, KVTokens: 1 << 24, MaxConcurrency: 2 * cfg.InFlight}
 }
 
 // measureVariant measures on a queue that syncs always, with a real Redis or, without server, the embedded store.
@@ -176,7 +176,7 @@ func measureVariant(ctx context.Context, cfg Config, server *redisServer) (*Vari
 		return nil, err
 	}
 	defer engineStub.close()
-	r, err := openRig(ctx, cfg, rigConfig{engine: stubEngine(engineStub), redis: url})
+	r, err := openRig(ctx, cfg, rigConfig{engine: stubEngine(engineStub, cfg), redis: url})
 	if err != nil {
 		return nil, err
 	}
@@ -209,7 +209,7 @@ func measureRelaxed(ctx context.Context, cfg Config) (Throughput, error) {
 		return Throughput{}, err
 	}
 	defer engineStub.close()
-	r, err := openRig(ctx, cfg, rigConfig{engine: stubEngine(engineStub), relaxed: true})
+	r, err := openRig(ctx, cfg, rigConfig{engine: stubEngine(engineStub, cfg), relaxed: true})
 	if err != nil {
 		return Throughput{}, err
 	}
@@ -238,7 +238,7 @@ const pause = 4 * time.Millisecond
 
 func (r *rig) interactive(ctx context.Context, cfg Config, s *stub) (Latency, error) {
 	var all []time.Duration
-	for begun := time.Now(); time.Since(begun) < cfg.scaled(2*time.Second); time.Sleep(pause) {
+	for begun := time.Now(); time.Since(begun) < cfg.scaled(1500*time.Millisecond); time.Sleep(pause) {
 		n := r.serial.Add(1)
 		body, arrived := request(n, cfg.Body), s.expect(n)
 		sent := time.Now()
@@ -256,7 +256,7 @@ func (r *rig) interactive(ctx context.Context, cfg Config, s *stub) (Latency, er
 
 func (r *rig) submitted(ctx context.Context, cfg Config, s *stub) (engine, accepted Latency, err error) {
 	var toEngine, to202 []time.Duration
-	for begun := time.Now(); time.Since(begun) < cfg.scaled(2500*time.Millisecond); time.Sleep(pause) {
+	for begun := time.Now(); time.Since(begun) < cfg.scaled(2*time.Second); time.Sleep(pause) {
 		n := r.serial.Add(1)
 		body, arrived := durable(request(n, cfg.Body)), s.expect(n)
 		sent := time.Now()
@@ -279,7 +279,7 @@ func (r *rig) throughput(ctx context.Context, cfg Config, rounds int) (Throughpu
 	if err != nil {
 		return Throughput{}, err
 	}
-	const round = 1200 * time.Millisecond
+	const round = 800 * time.Millisecond
 	var jobs, bareJobs int
 	var took, bareTook time.Duration
 	for range rounds {
@@ -374,17 +374,16 @@ func (r *rig) settled(ctx context.Context) (uint64, error) {
 }
 
 // memory counts what a waiting job takes. The engine holds what it gets, so that the rest waits.
-func (r *rig) memory(ctx context.Context, cfg Config, server *redisServer) (Memory, error) {
-	// First what the engine takes at once, so that what follows only waits.
-	if err := r.submit(ctx, cfg, 1024); err != nil {
-		return Memory{}, err
+func (r *rig) memory(ctx context.Context, cfg Config, server *redisServer) (m Memory, err error) {
+	// First more than the engine and the worker take at once, so that what follows only waits.
+	if _, err := r.submit(ctx, cfg, 3*cfg.InFlight, time.Minute); err != nil {
+		return m, err
 	}
-	m := Memory{Jobs: cfg.times(2000)}
 	heap, redis, err := r.held(ctx, server)
 	if err != nil {
 		return m, err
 	}
-	if err := r.submit(ctx, cfg, m.Jobs); err != nil {
+	if m.Jobs, err = r.submit(ctx, cfg, cfg.times(2000), cfg.scaled(3*time.Second)); err != nil {
 		return m, err
 	}
 	heapAfter, redisAfter, err := r.held(ctx, server)
@@ -392,25 +391,29 @@ func (r *rig) memory(ctx context.Context, cfg Config, server *redisServer) (Memo
 	return m, err
 }
 
-// submit submits n durable jobs.
-func (r *rig) submit(ctx context.Context, cfg Config, n int) error {
+// submit submits n durable jobs, or as many as it can in the time, and returns how many.
+func (r *rig) submit(ctx context.Context, cfg Config, n int, length time.Duration) (int, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	var left atomic.Int64
-	left.Store(int64(n))
+	begun := time.Now()
+	var taken, done atomic.Int64
 	var wg sync.WaitGroup
 	for range cfg.InFlight {
 		wg.Go(func() {
-			for left.Add(-1) >= 0 {
+			for time.Since(begun) < length && taken.Add(1) <= int64(n) {
 				if err := r.post(ctx, "/v1/jobs", durable(request(r.serial.Add(1), cfg.Body)), http.StatusAccepted); err != nil {
 					cancel(err)
 					return
 				}
+				done.Add(1)
 			}
 		})
 	}
 	wg.Wait()
-	return context.Cause(ctx)
+	if err := context.Cause(ctx); err != nil {
+		return 0, err
+	}
+	return int(done.Load()), nil
 }
 
 // held is what this process's heap and the real Redis hold now, in bytes.

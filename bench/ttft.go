@@ -38,7 +38,7 @@ func measureTTFT(ctx context.Context, cfg Config) (t TTFT, err error) {
 	}
 	var direct, through []time.Duration
 	model := e.Models()[0]
-	for begun := time.Now(); err == nil && time.Since(begun) < cfg.scaled(4*time.Second); {
+	for begun := time.Now(); err == nil && time.Since(begun) < cfg.scaled(3*time.Second); {
 		for _, arm := range []struct {
 			url string
 			all *[]time.Duration

@@ -177,6 +177,10 @@ func (b *Backbone) Worker(cfg worker.Config, e engine.Config, reg prometheus.Reg
 
 // await calls open until it works, fails for good, or ctx ends.
 func await[T any](ctx context.Context, log *slog.Logger, what, urls string, open func(context.Context) (T, error)) (T, error) {
+	urls = redact(urls)
+	// A first try may wait for long before it says anything.
+	silent := time.AfterFunc(2*time.Second, func() { log.Warn("waiting for a server", "server", what, "url", urls) })
+	defer silent.Stop()
 	pause := backoff.NewExponentialBackOff()
 	pause.InitialInterval, pause.MaxInterval = 250*time.Millisecond, 5*time.Second
 	return backoff.Retry(ctx, func() (T, error) {
@@ -184,7 +188,7 @@ func await[T any](ctx context.Context, log *slog.Logger, what, urls string, open
 		defer cancel()
 		return open(ctx)
 	}, backoff.WithBackOff(pause), backoff.WithMaxElapsedTime(0), backoff.WithNotify(func(err error, next time.Duration) {
-		log.Warn("waiting for a server", "server", what, "url", redact(urls), "again_in", next.Round(time.Millisecond), "err", err)
+		log.Warn("waiting for a server", "server", what, "url", urls, "again_in", next.Round(time.Millisecond), "err", err)
 	}))
 }
 

@@ -174,9 +174,14 @@ func (p *Platform) Close() {
 	p.closers = nil
 }
 
-// Addr is the API's address, URL its base.
-func (p *Platform) Addr() string { return p.api.Addr() }
-func (p *Platform) URL() string  { return "http://" + p.api.Addr() }
+// URL is the API's base, as this machine reaches it.
+func (p *Platform) URL() string {
+	host, port, err := net.SplitHostPort(p.api.Addr())
+	if ip := net.ParseIP(host); err == nil && ip != nil && ip.IsUnspecified() {
+		return "http://" + net.JoinHostPort("127.0.0.1", port)
+	}
+	return "http://" + p.api.Addr()
+}
 
 // NATS is the embedded server; nil if another one is used.
 func (p *Platform) NATS() *embedded.NATS { return p.nats }
