@@ -29,7 +29,12 @@ type attempt struct {
 func (w *Worker) runDurable(run context.Context, h *holding, holds *reservation) {
 	ctx, cancel := context.WithCancelCause(run)
 	defer cancel(nil)
-	defer w.enlist(h.Job.ID, cancel)() // before the claim: a cancel that comes right behind it must not be missed
+	delist, ok := w.enlist(h.Job.ID, cancel) // before the claim: a cancel that comes right behind it must not be missed
+	if !ok {
+		h.nak(h.AckWait / 3)
+		return
+	}
+	defer delist()
 	leave := w.awaitTurn(ctx, h)
 	defer leave()
 	claim := w.claim(run, h)

@@ -38,7 +38,12 @@ func (w *Worker) runLive(run context.Context, h *holding, holds *reservation) {
 	j := &h.Job
 	ctx, cancel := context.WithCancelCause(run)
 	defer cancel(nil)
-	defer w.enlist(j.ID, cancel)()
+	delist, ok := w.enlist(j.ID, cancel)
+	if !ok {
+		h.nak(h.AckWait / 3)
+		return
+	}
+	defer delist()
 	claimed := w.claimLive(run, h)
 	if claimed == nil {
 		return

@@ -39,36 +39,31 @@ func (w *Worker) setState(s cluster.WorkerState, reason string) {
 	}
 }
 
-// enlisted is a job that this worker runs, or is about to claim.
-type enlisted struct {
-	id     job.ID
-	cancel context.CancelCauseFunc
-}
-
-// enlist makes an attempt known to cancels and halts; the returned function ends that.
-func (w *Worker) enlist(id job.ID, cancel context.CancelCauseFunc) func() {
-	e := &enlisted{id, cancel}
+// enlist makes an attempt known to cancels and halts; delist ends that. It is false for a job that this worker runs already, or is about to claim: it has two copies, or a server that was killed
+// delivers once more what it had delivered, under the very same ack subject, so that the claim would take the second for a repeat of the first.
+func (w *Worker) enlist(id job.ID, cancel context.CancelCauseFunc) (delist func(), ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.attempts[e] = struct{}{}
+	if _, there := w.attempts[id]; there {
+		return nil, false
+	}
+	w.attempts[id] = cancel
 	if w.halted != nil {
 		cancel(w.halted)
 	}
 	return func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
-		delete(w.attempts, e)
-	}
+		delete(w.attempts, id)
+	}, true
 }
 
-// cancelJob stops the attempts at one job: more than one is there only where a job has two copies.
+// cancelJob stops the attempt at a job.
 func (w *Worker) cancelJob(id job.ID) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	for e := range w.attempts {
-		if e.id == id {
-			e.cancel(errCancelAsked)
-		}
+	if cancel := w.attempts[id]; cancel != nil {
+		cancel(errCancelAsked)
 	}
 }
 
@@ -77,8 +72,8 @@ func (w *Worker) halt(cause error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.halted = cause
-	for e := range w.attempts {
-		e.cancel(cause)
+	for _, cancel := range w.attempts {
+		cancel(cause)
 	}
 }
 

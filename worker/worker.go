@@ -54,8 +54,8 @@ type Worker struct {
 	models   map[job.Model]*served
 	source   string
 	largest  job.Tokens
-	attempts map[*enlisted]struct{}
-	pulls    sync.WaitGroup // grows under mu, until the worker drains
+	attempts map[job.ID]context.CancelCauseFunc // one for each job that runs, or is about to be claimed
+	pulls    sync.WaitGroup                     // grows under mu, until the worker drains
 }
 
 // served is a model that is pulled for.
@@ -79,7 +79,7 @@ func New(cfg Config, deps Deps) (*Worker, error) {
 		cfg: cfg, deps: deps, id: id, host: host, log: log, begun: time.Now(), gate: newGate(),
 		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: log},
 		doubts:  make(chan doubt, 1), suspects: make(chan struct{}, 1), state: cluster.Starting, reason: "the engine has not answered yet",
-		models: map[job.Model]*served{}, attempts: map[*enlisted]struct{}{},
+		models: map[job.Model]*served{}, attempts: map[job.ID]context.CancelCauseFunc{},
 	}
 	var err error
 	if w.metrics, err = newMetrics(deps.Registerer, w); err != nil {
