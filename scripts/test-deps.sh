@@ -3,6 +3,7 @@
 # password, or by Homebrew. Where it may not, it stops and prints the one line to run.
 #   redis-server   the result store's tests
 #   node, npm      the test of the official Node client
+#   curl           the test of the example in shell
 #   cc             the race detector, when called with "race"
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,6 +14,7 @@ have() { command -v "$1" >/dev/null 2>&1; }
 missing=()
 have redis-server || missing+=(redis)
 { have node && have npm; } || missing+=(node)
+have curl || missing+=(curl)
 [ "${1:-}" != race ] || have cc || missing+=(cc)
 
 # names MANAGER: what the missing programs are called there.
@@ -22,6 +24,7 @@ names() {
     case $1:$m in
       apt:redis) echo redis-server ;;
       apt:node) echo nodejs npm ;;
+      apt:curl) echo curl ;;
       apt:cc) echo gcc libc6-dev ;;
       brew:cc) echo gcc ;;
       brew:*) echo "$m" ;;
@@ -55,13 +58,13 @@ install() {
     say "installing ${packages[*]} with Homebrew"
     brew install --quiet "${packages[@]}"
   else
-    say "please install ${missing[*]} with this system's package manager, so that redis-server, node, npm (and cc, for the race detector) are on the PATH" >&2
+    say "please install ${missing[*]} with this system's package manager, so that redis-server, node, npm, curl (and cc, for the race detector) are on the PATH" >&2
     exit 1
   fi
 }
 
 [ ${#missing[@]} = 0 ] || install
-for program in redis-server node npm; do
+for program in redis-server node npm curl; do
   have "$program" || { say "$program is still not on the PATH after the installation" >&2; exit 1; }
 done
 

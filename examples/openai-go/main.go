@@ -41,9 +41,9 @@ func run(ctx context.Context) error {
 	fmt.Println("model: ", model)
 
 	question := openai.ChatCompletionNewParams{
-		Model:               model,
-		Messages:            []openai.ChatCompletionMessageParamUnion{openai.UserMessage("Why is the sky blue?")},
-		MaxCompletionTokens: openai.Int(48),
+		Model:     model,
+		Messages:  []openai.ChatCompletionMessageParamUnion{openai.UserMessage("Why is the sky blue?")},
+		MaxTokens: openai.Int(48), // not every engine knows max_completion_tokens
 	}
 	chat, err := client.Chat.Completions.New(ctx, question)
 	if err != nil {
@@ -67,17 +67,21 @@ func run(ctx context.Context) error {
 		Model: model,
 		Input: openai.EmbeddingNewParamsInputUnion{OfArrayOfStrings: []string{"a mill", "a race"}},
 	})
-	if err != nil {
-		return fmt.Errorf("embedding: %w", err)
-	}
-	fmt.Printf("vectors: %d of %d numbers\n", len(vectors.Data), len(vectors.Data[0].Embedding))
-
 	// An error has its type: what went wrong is a field, not a text to search.
+	var refused *openai.Error
+	switch {
+	case errors.As(err, &refused):
+		fmt.Printf("vectors: none from this model (%d): %s\n", refused.StatusCode, refused.Message)
+	case err != nil:
+		return fmt.Errorf("embedding: %w", err)
+	default:
+		fmt.Printf("vectors: %d of %d numbers\n", len(vectors.Data), len(vectors.Data[0].Embedding))
+	}
+
 	_, err = client.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{
 		Model:    "no-such-model",
 		Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("Hello?")},
 	})
-	var refused *openai.Error
 	if !errors.As(err, &refused) {
 		return fmt.Errorf("asking a model that is not there: want an openai.Error, got: %w", err)
 	}

@@ -163,7 +163,7 @@ func TestClientsComeBackWhenThereIsRoom(t *testing.T) {
 
 // refusedOnce returns nil once an answer to come back later has passed.
 func refusedOnce(f *front) error {
-	if !slices.ContainsFunc(f.exchanges(), func(e *exchange) bool {
+	if !slices.ContainsFunc(f.exchanges(), func(e exchange) bool {
 		return e.status == http.StatusTooManyRequests || e.status == http.StatusServiceUnavailable
 	}) {
 		return errors.New("not refused yet")
@@ -172,7 +172,7 @@ func refusedOnce(f *front) error {
 }
 
 // checkRetryAfter checks that each refusal for now says for how long: whole seconds that every client obeys.
-func checkRetryAfter(t *testing.T, seen []*exchange) {
+func checkRetryAfter(t *testing.T, seen []exchange) {
 	t.Helper()
 	for _, e := range seen {
 		if e.status != http.StatusTooManyRequests && e.status != http.StatusServiceUnavailable {

@@ -21,7 +21,7 @@ const (
 	fails   fate = "500"  // an error comes in its place
 )
 
-// exchange is a request that passed a front, and the server's answer.
+// exchange is a request that reached a front, and the server's answer: its status is 0 before there is one.
 type exchange struct {
 	method, path string
 	header       http.Header
@@ -31,7 +31,7 @@ type exchange struct {
 }
 
 // retry is the number that the clients give to their own retries; 0 is the first try.
-func (e *exchange) retry() int {
+func (e exchange) retry() int {
 	n, err := strconv.Atoi(e.header.Get("X-Stainless-Retry-Count"))
 	if err != nil {
 		return -1
@@ -67,19 +67,18 @@ func newFront(t *testing.T, to string, decide func(*exchange) fate) *front {
 		}
 		r.Body = io.NopCloser(bytes.NewReader(body))
 		e := &exchange{method: r.Method, path: r.URL.Path, header: r.Header.Clone(), body: body}
+		f.mu.Lock()
+		f.seen = append(f.seen, e)
+		f.mu.Unlock()
 		what := arrives
 		if f.fate != nil {
 			what = f.fate(e)
 		}
 		if what == arrives {
-			watched := &statusWriter{ResponseWriter: w, status: http.StatusOK}
-			defer func() { f.keep(e, watched.status, w.Header().Clone()) }()
-			proxy.ServeHTTP(watched, r)
+			proxy.ServeHTTP(&witness{w, f, e}, r)
 			return
 		}
-		answer := httptest.NewRecorder()
-		proxy.ServeHTTP(answer, r)
-		f.keep(e, answer.Code, answer.Header())
+		proxy.ServeHTTP(&witness{httptest.NewRecorder(), f, e}, r)
 		if what == lost {
 			panic(http.ErrAbortHandler)
 		}
@@ -90,31 +89,30 @@ func newFront(t *testing.T, to string, decide func(*exchange) fate) *front {
 	return f
 }
 
-// keep notes an exchange that is over.
-func (f *front) keep(e *exchange, status int, answer http.Header) {
-	e.status, e.answer = status, answer
+// exchanges returns what reached the front so far.
+func (f *front) exchanges() []exchange {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.seen = append(f.seen, e)
+	all := make([]exchange, len(f.seen))
+	for i, e := range f.seen {
+		all[i] = *e
+	}
+	return all
 }
 
-// exchanges returns those that are over.
-func (f *front) exchanges() []*exchange {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return append([]*exchange(nil), f.seen...)
-}
-
-// statusWriter remembers the status.
-type statusWriter struct {
+// witness notes an answer's head before the client can see it.
+type witness struct {
 	http.ResponseWriter
-	status int
+	front    *front
+	exchange *exchange
 }
 
-func (w *statusWriter) WriteHeader(status int) {
-	w.status = status
+func (w *witness) WriteHeader(status int) {
+	w.front.mu.Lock()
+	w.exchange.status, w.exchange.answer = status, w.Header().Clone()
+	w.front.mu.Unlock()
 	w.ResponseWriter.WriteHeader(status)
 }
 
 // Unwrap lets the proxy flush.
-func (w *statusWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+func (w *witness) Unwrap() http.ResponseWriter { return w.ResponseWriter }

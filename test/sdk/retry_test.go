@@ -91,7 +91,7 @@ func TestRetriesOfTheClientsMakeNoSecondJob(t *testing.T) {
 }
 
 // checkRetried checks that each request was made twice, the second time as a retry that got the same job.
-func checkRetried(t *testing.T, name string, seen []*exchange) {
+func checkRetried(t *testing.T, name string, seen []exchange) {
 	t.Helper()
 	if len(seen) != 8 {
 		t.Fatalf("%s made %d requests, want 8", name, len(seen))
@@ -110,7 +110,7 @@ func checkRetried(t *testing.T, name string, seen []*exchange) {
 }
 
 // jobOf is the id of the job that an exchange's answer names.
-func jobOf(e *exchange) string {
+func jobOf(e exchange) string {
 	if id := e.answer.Get("X-Millrace-Job"); id != "" {
 		return id
 	}
