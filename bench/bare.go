@@ -46,7 +46,19 @@ func openBare(ctx context.Context, nc *nats.Conn) (*bare, error) {
 }
 
 func (b *bare) close(ctx context.Context) error {
-	return errors.Join(b.js.DeleteStream(ctx, bareWork), b.js.DeleteStream(ctx, bareDone))
+	if err := errors.Join(b.js.DeleteStream(ctx, bareWork), b.js.DeleteStream(ctx, bareDone)); err != nil {
+		return fmt.Errorf("removing the bare pipeline: %w", err)
+	}
+	return nil
+}
+
+// store stores one message and returns how long its acknowledgement took.
+func (b *bare) store(ctx context.Context, body []byte) (time.Duration, error) {
+	sent := time.Now()
+	if _, err := b.js.Publish(ctx, fmt.Sprintf("bench.done.alone.%d", sent.UnixNano()), body, jetstream.WithExpectLastSequencePerSubject(0)); err != nil {
+		return 0, fmt.Errorf("storing a message: %w", err)
+	}
+	return time.Since(sent), nil
 }
 
 // run keeps `inFlight` jobs of about size bytes in flight for the duration, and returns how many ended, and in what time.

@@ -69,10 +69,11 @@ type Report struct {
 type Variant struct {
 	Redis string `json:"redis"`
 	// Interactive calls wait on their connection; Submitted ones are durable jobs. Both are sent one at a time to an idle platform: from the client's send
-	// to the arrival of the request at the engine. Accepted is from the send of a durable job to its 202.
+	// to the arrival of the request at the engine. Accepted is from the send of a durable job to its 202. BarePublish is one synced publish and nothing else, in turns with them.
 	Interactive Latency    `json:"interactive"`
 	Submitted   Latency    `json:"submitted"`
 	Accepted    Latency    `json:"accepted"`
+	BarePublish Latency    `json:"bare_publish"`
 	Durable     Throughput `json:"durable"`
 	Memory      Memory     `json:"memory"`
 }
@@ -190,13 +191,14 @@ func dispatch(ctx context.Context, cfg Config, r *Report) (err error) {
 
 // limits says of each field of a report what limits it.
 var limits = map[string]string{
-	"interactive": "Two HTTP calls, a message through a memory stream and a claim asked of the API over core NATS; no disk and no Redis. What remains is scheduling between goroutines.",
-	"submitted":   "One sync of the queue's file, two round trips to Redis before it and a claim after it; on a disk with slow syncs the sync is all that counts.",
-	"accepted":    "Two writes to Redis and one sync of the queue's file.",
-	"durable":     "Syncs of two files, shared by the jobs that wait at the same moment, and then the processors: a job costs an HTTP call from the client, one to the engine, and six round trips to Redis.",
-	"relaxed":     "The processors: no sync is waited for any more.",
-	"ttft":        "The way of the request as in interactive, and for each chunk one message over core NATS.",
-	"memory":      "The message as the queue's index and cache hold it, and the record with its body in the store. The embedded store holds it in this process, by structures made for tests and not for size.",
+	"interactive":  "Two HTTP calls, a message through a memory stream and a claim asked of the API over core NATS; no disk and no Redis. What remains is scheduling between goroutines.",
+	"submitted":    "One sync of the queue's file (bare_publish), a round trip to Redis before it and a claim after it.",
+	"accepted":     "Two writes to Redis and one sync of the queue's file.",
+	"bare_publish": "The disk.",
+	"durable":      "Syncs of two files, shared by the jobs that wait at the same moment, and then the processors: a job costs an HTTP call from the client, one to the engine, and six round trips to Redis.",
+	"relaxed":      "The processors: no sync is waited for any more.",
+	"ttft":         "The way of the request as in interactive, and for each chunk one message over core NATS.",
+	"memory":       "The message as the queue's index and cache hold it, and the record with its body in the store. The embedded store holds it in this process, by structures made for tests and not for size.",
 }
 
 // scaled is a length of time at the configured scale.

@@ -187,11 +187,18 @@ func measureVariant(ctx context.Context, cfg Config, server *redisServer) (*Vari
 		if v.Interactive, err = r.interactive(ctx, cfg, engineStub); err != nil {
 			return fmt.Errorf("interactive calls at low load: %w", err)
 		}
-		if v.Submitted, v.Accepted, err = r.submitted(ctx, cfg, engineStub); err != nil {
+		b, err := openBare(ctx, r.nc)
+		if err != nil {
+			return err
+		}
+		if err := r.submitted(ctx, cfg, engineStub, b, v); err != nil {
 			return fmt.Errorf("durable jobs at low load: %w", err)
 		}
-		if v.Durable, err = r.throughput(ctx, cfg, 3); err != nil {
+		if v.Durable, err = r.throughput(ctx, cfg, b, 3); err != nil {
 			return fmt.Errorf("durable jobs in flight: %w", err)
+		}
+		if err := b.close(ctx); err != nil {
+			return err
 		}
 		engineStub.hold.Store(true)
 		if v.Memory, err = r.memory(ctx, cfg, server); err != nil {
@@ -214,8 +221,12 @@ func measureRelaxed(ctx context.Context, cfg Config) (Throughput, error) {
 		return Throughput{}, err
 	}
 	var t Throughput
-	if err = r.warm(ctx, cfg); err == nil {
-		t, err = r.throughput(ctx, cfg, 2)
+	b, err := openBare(ctx, r.nc)
+	if err == nil {
+		err = r.warm(ctx, cfg)
+	}
+	if err == nil {
+		t, err = r.throughput(ctx, cfg, b, 2)
 	}
 	return t, errors.Join(err, r.close())
 }
@@ -254,31 +265,35 @@ func (r *rig) interactive(ctx context.Context, cfg Config, s *stub) (Latency, er
 	return latency(all), nil
 }
 
-func (r *rig) submitted(ctx context.Context, cfg Config, s *stub) (engine, accepted Latency, err error) {
-	var toEngine, to202 []time.Duration
+// submitted measures durable jobs and, in turns with them, what the sync alone takes.
+func (r *rig) submitted(ctx context.Context, cfg Config, s *stub, b *bare, v *Variant) error {
+	var toEngine, to202, syncs []time.Duration
 	for begun := time.Now(); time.Since(begun) < cfg.scaled(2*time.Second); time.Sleep(pause) {
 		n := r.serial.Add(1)
 		body, arrived := durable(request(n, cfg.Body)), s.expect(n)
 		sent := time.Now()
 		if err := r.post(ctx, "/v1/jobs", body, http.StatusAccepted); err != nil {
-			return Latency{}, Latency{}, err
+			return err
 		}
 		to202 = append(to202, time.Since(sent))
 		at, err := await(ctx, arrived)
 		if err != nil {
-			return Latency{}, Latency{}, err
+			return err
 		}
 		toEngine = append(toEngine, at.Sub(sent))
+		time.Sleep(pause) // the job's outcome is synced meanwhile
+		took, err := b.store(ctx, body)
+		if err != nil {
+			return err
+		}
+		syncs = append(syncs, took)
 	}
-	return latency(toEngine), latency(to202), nil
+	v.Submitted, v.Accepted, v.BarePublish = latency(toEngine), latency(to202), latency(syncs)
+	return nil
 }
 
 // throughput measures rounds of Millrace and of the bare pipeline in turns.
-func (r *rig) throughput(ctx context.Context, cfg Config, rounds int) (Throughput, error) {
-	b, err := openBare(ctx, r.nc)
-	if err != nil {
-		return Throughput{}, err
-	}
+func (r *rig) throughput(ctx context.Context, cfg Config, b *bare, rounds int) (Throughput, error) {
 	const round = 800 * time.Millisecond
 	var jobs, bareJobs int
 	var took, bareTook time.Duration
@@ -292,9 +307,6 @@ func (r *rig) throughput(ctx context.Context, cfg Config, rounds int) (Throughpu
 			return Throughput{}, err
 		}
 		jobs, took = jobs+n, took+d
-	}
-	if err := b.close(ctx); err != nil {
-		return Throughput{}, fmt.Errorf("removing the bare pipeline: %w", err)
 	}
 	t := Throughput{Jobs: jobs, PerSecond: float64(jobs) / took.Seconds(), Bare: float64(bareJobs) / bareTook.Seconds()}
 	if t.Bare > 0 {

@@ -101,6 +101,7 @@ func printReport(w io.Writer, r *bench.Report) error {
 		row("interactive call to engine", func(v *bench.Variant) string { return spread(v.Interactive) }),
 		row("durable job to engine", func(v *bench.Variant) string { return spread(v.Submitted) }),
 		row("durable job to its 202", func(v *bench.Variant) string { return spread(v.Accepted) }),
+		row("one synced publish alone", func(v *bench.Variant) string { return spread(v.BarePublish) }),
 		row("durable jobs, each synced", func(v *bench.Variant) string { return rate(v.Durable) }),
 		row("memory of a waiting job", func(v *bench.Variant) string {
 			if v.Memory.Redis > 0 {
