@@ -7,13 +7,16 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -114,6 +117,31 @@ func (p *platform) long() json.RawMessage {
 
 func TestRealEngine(t *testing.T) {
 	p := start(t)
+	direct := openai.NewClient(option.WithBaseURL(strings.TrimSuffix(strings.TrimRight(os.Getenv("ENGINE_URL"), "/"), "/v1")+"/v1"), option.WithAPIKey("any"), option.WithMaxRetries(0))
+
+	t.Run("serves the engine's models", func(t *testing.T) {
+		list := func(c openai.Client) []string {
+			t.Helper()
+			page, err := c.Models.List(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			var ids []string
+			for _, m := range page.Data {
+				ids = append(ids, m.ID)
+			}
+			return ids
+		}
+		served := list(p.openai)
+		for _, id := range list(direct) {
+			if !slices.Contains(served, id) {
+				t.Errorf("the engine's %s is not served: %v", id, served)
+			}
+			if m, err := p.openai.Models.Get(t.Context(), id); err != nil || m.ID != id {
+				t.Errorf("looking at %s: %v", id, err)
+			}
+		}
+	})
 
 	t.Run("answers", func(t *testing.T) {
 		answer, err := p.openai.Chat.Completions.New(t.Context(), p.question(16))
@@ -143,6 +171,34 @@ func TestRealEngine(t *testing.T) {
 		}
 		if chunks < 3 || text.Len() == 0 {
 			t.Errorf("the stream has %d chunks and the text %q", chunks, text.String())
+		}
+	})
+
+	t.Run("embeds as the engine does", func(t *testing.T) {
+		question := openai.EmbeddingNewParams{Model: string(p.model), Input: openai.EmbeddingNewParamsInputUnion{OfArrayOfStrings: []string{"a mill", "a race"}}}
+		want, err := direct.Embeddings.New(t.Context(), question)
+		if err != nil {
+			same(t, err, func(c openai.Client) error { _, err := c.Embeddings.New(t.Context(), question); return err }, p.openai)
+			return
+		}
+		got, err := p.openai.Embeddings.New(t.Context(), question)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(got.Data) != len(want.Data) || len(got.Data[1].Embedding) != len(want.Data[1].Embedding) {
+			t.Errorf("%d vectors, the engine gives %d", len(got.Data), len(want.Data))
+		}
+	})
+
+	t.Run("passes the engine's refusal on", func(t *testing.T) {
+		for _, field := range []string{`"temperature":"hot"`, `"messages":[{"role":5}]`} {
+			ask := func(c openai.Client) error {
+				body := []byte(`{"model":"` + string(p.model) + `","messages":[{"role":"user","content":"Hello"}],"max_tokens":1,` + field + `}`)
+				return c.Post(t.Context(), "chat/completions", nil, nil, option.WithRequestBody("application/json", body))
+			}
+			if err := ask(direct); err != nil { // some engines refuse nothing
+				same(t, err, ask, p.openai)
+			}
 		}
 	})
 
@@ -218,6 +274,44 @@ func TestRealEngine(t *testing.T) {
 		leave()
 		p.idle(t)
 	})
+
+	// More than most engines run at once: were their work not stopped, the question after them would wait for it.
+	t.Run("has room at once when many clients have gone away", func(t *testing.T) {
+		ctx, leave := context.WithCancel(t.Context())
+		defer leave()
+		var clients sync.WaitGroup
+		for range 16 {
+			clients.Go(func() {
+				_, err := p.openai.Chat.Completions.New(ctx, openai.ChatCompletionNewParams{}, option.WithRequestBody("application/json", []byte(p.long())))
+				if err == nil || ctx.Err() == nil {
+					t.Errorf("a client that left: %v", err)
+				}
+			})
+		}
+		p.busy(t)
+		leave()
+		clients.Wait()
+		soon, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		defer cancel()
+		if _, err := p.openai.Chat.Completions.New(soon, p.question(1), option.WithMaxRetries(0)); err != nil {
+			t.Errorf("asking after they left: %v", err)
+		}
+	})
+}
+
+// same checks that Millrace tells what the engine told: the status and the message.
+func same(t *testing.T, engine error, ask func(openai.Client) error, millrace openai.Client) {
+	t.Helper()
+	var want, got *openai.Error
+	if !errors.As(engine, &want) {
+		t.Fatalf("asking the engine: %v", engine)
+	}
+	if err := ask(millrace); !errors.As(err, &got) {
+		t.Fatalf("the engine answered %d %s, here the error is %v", want.StatusCode, want.RawJSON(), err)
+	}
+	if got.StatusCode != want.StatusCode || got.Message != want.Message {
+		t.Errorf("got %d %s, the engine answered %d %s", got.StatusCode, got.RawJSON(), want.StatusCode, want.RawJSON())
+	}
 }
 
 // deltas joins the text of the chunks in one event.
