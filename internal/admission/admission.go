@@ -66,7 +66,7 @@ type Decision struct {
 func Decide(r Request, v View) Decision {
 	if !v.Known {
 		return Decision{Refuse: refusal(job.TypeInvalidRequest, job.CodeModelNotFound, "model",
-			fmt.Sprintf("The model %q does not exist: no worker serves it.", r.Model))}
+			fmt.Sprintf("The model %.100q does not exist: no worker serves it.", r.Model))}
 	}
 	if d, ok := tooLong(r, v.Largest); ok {
 		return d

@@ -74,6 +74,14 @@ func TestDecide(t *testing.T) {
 	}
 }
 
+func TestRefusalsAreShort(t *testing.T) {
+	t.Parallel()
+	d := admission.Decide(admission.Request{Model: job.Model(strings.Repeat("é", 1<<20))}, admission.View{})
+	if n := len(d.Refuse.Message); d.Refuse.CodeOf() != job.CodeModelNotFound || n > 1000 {
+		t.Errorf("%s in %d bytes", d.Refuse.CodeOf(), n)
+	}
+}
+
 func TestLeastPromptNeverExceedsWhatIsThere(t *testing.T) {
 	t.Parallel()
 	text := strings.Repeat("y", 160)
