@@ -6,6 +6,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sync/singleflight"
+
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
@@ -15,8 +17,8 @@ import (
 func (s *Server) why(v *view) *queueObject {
 	j := &v.job
 	o := &queueObject{Reason: s.reason(j.Model)}
-	if v.notBefore > s.deps.Results.Now() {
-		o.Reason = "retry_delay"
+	if delay := v.notBefore - s.deps.Results.Now(); delay > 0 {
+		o.Reason, o.ETASeconds = "retry_delay", seconds(delay)
 	}
 	info, ok := s.queueInfo(j.Model)
 	if !ok {
@@ -30,12 +32,23 @@ func (s *Server) why(v *view) *queueObject {
 	}
 	position = max(1, position)
 	o.Position = &position
-	if rate := s.pace.of(j.Model); rate > 0 {
-		eta := float64(int64(float64(position)/rate*10)) / 10
-		o.ETASeconds = &eta
+	switch o.Reason {
+	case reasonDispatching: // it is on its way; how fast jobs ended while there were few says nothing about it
+		o.ETASeconds = new(float64)
+	case reasonSaturated: // only full workers end jobs as fast as they can
+		if rate := s.pace.of(j.Model); rate > 0 {
+			eta := float64(int64(float64(position)/rate*10)) / 10
+			o.ETASeconds = &eta
+		}
 	}
 	return o
 }
+
+// The reasons that tell when, too.
+const (
+	reasonDispatching = "dispatching" // a worker has room
+	reasonSaturated   = "saturated"   // every ready one is full
+)
 
 // reason is the first thing that blocks the jobs of a model.
 func (s *Server) reason(m job.Model) string {
@@ -58,9 +71,9 @@ func blocking(workers []cluster.Member) string {
 	}
 	switch {
 	case room:
-		return "dispatching"
+		return reasonDispatching
 	case count[cluster.Ready] > 0:
-		return "saturated"
+		return reasonSaturated
 	case count[cluster.Starting] > 0:
 		return "starting"
 	case count[cluster.Stalled] > 0:
@@ -191,7 +204,8 @@ func (s *Server) measure(ctx context.Context) {
 
 // fills remembers for a short while what the queue itself says: which models it holds work for, and how full it is.
 type fills struct {
-	queue *queue.Queue
+	queue  *queue.Queue
+	asking singleflight.Group // for the models
 
 	mu      sync.Mutex
 	models  map[job.Model]bool
@@ -220,24 +234,35 @@ func (f *fills) holds(ctx context.Context, m job.Model) (bool, error) {
 	return all[m], err
 }
 
-// all are the models that have a stream of work; the map is not changed any more. One caller asks the queue, the others wait for it.
+// all are the models that have a stream of work; the map is not changed any more. One caller asks the queue, and those that come meanwhile share its answer, so that a queue which hangs delays nobody by more than
+// one time-out.
 func (f *fills) all(ctx context.Context) (map[job.Model]bool, error) {
 	f.mu.Lock()
-	defer f.mu.Unlock()
-	if time.Since(f.modelAt) > fillsAge {
-		ctx, cancel := context.WithTimeout(ctx, fillsAge)
+	models, fresh := f.models, time.Since(f.modelAt) <= fillsAge
+	f.mu.Unlock()
+	if fresh {
+		return models, nil
+	}
+	answer, err, _ := f.asking.Do("", func() (any, error) {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), fillsAge) // others wait for it as well
 		defer cancel()
-		models, err := f.queue.Models(ctx)
+		list, err := f.queue.Models(ctx)
 		if err != nil {
 			return nil, fmt.Errorf("listing the models that have work: %w", err)
 		}
-		f.models = make(map[job.Model]bool, len(models))
-		for _, m := range models {
-			f.models[m] = true
+		models := make(map[job.Model]bool, len(list))
+		for _, m := range list {
+			models[m] = true
 		}
-		f.modelAt = time.Now()
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.models, f.modelAt = models, time.Now()
+		return models, nil
+	})
+	if err != nil {
+		return nil, err
 	}
-	return f.models, nil
+	return answer.(map[job.Model]bool), nil
 }
 
 // doneFill is the share of the outcomes' stream in use, as far as is known.

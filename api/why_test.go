@@ -60,6 +60,25 @@ func TestQueuedJobSaysWhyAndWaitsInItsTenantsLine(t *testing.T) {
 		a.wantError(t, 429, job.CodeQueueFull, "")
 		return strings.Contains(string(a.body), "81 %")
 	})
+	// A worker with room takes a job at once, however few have ended lately.
+	info.Store(&cluster.QueueInfo{Model: model})
+	wg.Go(func() {
+		_ = e.cluster.Announce(ctx, func() cluster.Heartbeat {
+			return cluster.Heartbeat{ID: "w", Role: cluster.RoleWorker, Epoch: "w", Worker: &cluster.WorkerInfo{State: cluster.Ready, Models: []job.Model{model}, Free: 1}}
+		})
+	})
+	e.cluster.Nudge()
+	eventually(t, "the worker is heard, and the queue is not full", func() bool {
+		a := e.send("POST", "/v1/jobs", jobBody(chat(1, ""), ""))
+		if a.status != 202 || len(e.cluster.Workers(model)) == 0 {
+			return false
+		}
+		q := a.object(t)["queue"].(map[string]any)
+		if q["reason"] != "dispatching" || q["eta_seconds"] != 0.0 || a.header.Get("Retry-After") != "1" {
+			t.Errorf("%v, Retry-After %v", q, a.header["Retry-After"])
+		}
+		return true
+	})
 }
 
 func TestPaceIsMeasuredFromHeartbeats(t *testing.T) {
