@@ -39,10 +39,11 @@ func (s *Server) readBody(c echo.Context) (body []byte, o *job.Object, release f
 	limit := s.cfg.MaxBody
 	tooLarge := fail(http.StatusRequestEntityTooLarge, job.CodeRequestTooLarge, "The request's body is larger than the limit of %d bytes.", limit)
 	control := http.NewResponseController(c.Response().Writer)
-	// The reader tells the server when the limit is hit: it then reads no more, and closes the connection only after the client has had time to see why.
-	limited := func(n int64) io.Reader { return http.MaxBytesReader(serverWriter(c.Response().Writer), r.Body, n) }
 	if r.ContentLength > limit {
-		_, _ = limited(0).Read(make([]byte, 1))
+		// The server is told that a limit was hit, by a reader that needs no byte of the body: it then reads none, and closes the connection only after the client has had time to see why.
+		server := takeBody(c.Response().Writer)
+		_, _ = http.MaxBytesReader(server, io.NopCloser(strings.NewReader("x")), 0).Read(make([]byte, 1))
+		_ = control.SetReadDeadline(time.Now().Add(restTimeout)) // of what the server reads after the answer
 		return nil, nil, nil, tooLarge
 	}
 	giveBack := func() {} // not the named result, which an error's return sets to nil
@@ -56,17 +57,19 @@ func (s *Server) readBody(c echo.Context) (body []byte, o *job.Object, release f
 			giveBack()
 		}
 	}()
-	in := &patientReader{from: limited(limit), control: control, end: time.Now().Add(bodyTimeout)}
+	in := &patientReader{from: http.MaxBytesReader(takeBody(c.Response().Writer), r.Body, limit), control: control, end: time.Now().Add(bodyTimeout)}
 	buf := bytes.NewBuffer(make([]byte, 0, max(0, r.ContentLength)+bytes.MinRead))
 	_, err = buf.ReadFrom(in)
-	in.done()
 	var over *http.MaxBytesError
 	switch {
+	case err == nil:
+		in.done()
 	case errors.As(err, &over):
 		return nil, nil, nil, tooLarge
-	case err != nil && r.Context().Err() != nil:
+	case r.Context().Err() != nil:
 		return nil, nil, nil, context.Canceled
-	case err != nil:
+	default: // the deadline stays: the server would read on
+		c.Response().Header().Set(echo.HeaderConnection, "close")
 		return nil, nil, nil, fail(http.StatusRequestTimeout, job.CodeInvalidValue, "The request's body broke off or came too slowly.")
 	}
 	body = buf.Bytes()

@@ -1,8 +1,11 @@
 package api
 
 import (
+	"errors"
 	"fmt"
+	"io"
 	"net/http"
+	"net/url"
 	"os"
 	"runtime/debug"
 	"strings"
@@ -45,8 +48,13 @@ func (s *Server) identify(next echo.HandlerFunc) echo.HandlerFunc {
 			id = job.NewName("req_", time.Now())
 		}
 		c.Response().Header().Set(headerRequestID, id)
-		w := c.Response().Writer
-		c.Response().Writer = &patientWriter{ResponseWriter: w, control: http.NewResponseController(w), patience: s.cfg.WriteTimeout}
+		inner := c.Response().Writer
+		w := &patientWriter{ResponseWriter: inner, control: http.NewResponseController(inner), patience: s.cfg.WriteTimeout}
+		if c.Request().ContentLength != 0 {
+			w.unread = c.Request()
+		}
+		c.Response().Writer = w
+		w.extend() // the deadline of the connection's last answer may be past, and the server may have to say 100 Continue
 		return next(c)
 	}
 }
@@ -66,9 +74,35 @@ type patientWriter struct {
 	http.ResponseWriter
 	control  *http.ResponseController
 	patience time.Duration
+	// unread is the request if it has a body that no handler has read.
+	unread *http.Request
+}
+
+// restTimeout and maxRest bound what is read of a body that no handler wanted: a client that still sends may not look for its answer before it is done.
+const (
+	restTimeout = 2 * time.Second
+	maxRest     = 256 << 10
+)
+
+// dropBody reads a body that no handler wanted. Left alone the server would do so before the answer's head, and wait for as long as the client likes.
+func (w *patientWriter) dropBody() {
+	r := w.unread
+	if r == nil {
+		return
+	}
+	w.unread = nil
+	_ = w.control.SetReadDeadline(time.Now().Add(restTimeout)) // also of what the server reads after the answer
+	if r.Header.Get("Expect") == "" {                          // else the client waits for our word before it sends
+		if _, err := io.CopyN(io.Discard, r.Body, maxRest); errors.Is(err, io.EOF) {
+			_ = w.control.SetReadDeadline(time.Time{}) // from here on the server itself reads, to notice that the client leaves
+			return
+		}
+	}
+	w.Header().Set(echo.HeaderConnection, "close")
 }
 
 func (w *patientWriter) WriteHeader(status int) {
+	w.dropBody()
 	w.extend()
 	w.ResponseWriter.WriteHeader(status)
 }
@@ -87,9 +121,10 @@ func (w *patientWriter) FlushError() error {
 // Unwrap lets http.ResponseController reach the connection.
 func (w *patientWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
-// serverWriter is the server's own writer behind w.
-func serverWriter(w http.ResponseWriter) http.ResponseWriter {
+// takeBody tells w that its request's body is being read, and returns the server's own writer behind w.
+func takeBody(w http.ResponseWriter) http.ResponseWriter {
 	if p, ok := w.(*patientWriter); ok {
+		p.unread = nil
 		return p.ResponseWriter
 	}
 	return w
@@ -109,6 +144,16 @@ func (s *Server) observe(next echo.HandlerFunc) echo.HandlerFunc {
 		}
 		s.metrics.request(route(c), c.Request().Method, c.Response().Status, time.Since(start))
 		return nil
+	}
+}
+
+// checkQuery refuses a query that cannot be read: what is in it would be left out silently.
+func checkQuery(next echo.HandlerFunc) echo.HandlerFunc {
+	return func(c echo.Context) error {
+		if _, err := url.ParseQuery(c.Request().URL.RawQuery); err != nil {
+			return invalid("", job.CodeInvalidValue, "The query of the URL cannot be read: %v.", err)
+		}
+		return next(c)
 	}
 }
 

@@ -273,7 +273,7 @@ func (s *Server) routes() *echo.Echo {
 	e := echo.New()
 	e.HideBanner, e.HidePort = true, true
 	e.HTTPErrorHandler = s.handleError
-	e.Use(s.identify, s.observe, s.recoverPanic, s.authenticate)
+	e.Use(s.identify, s.observe, s.recoverPanic, s.authenticate, checkQuery)
 
 	e.POST(string(job.ChatCompletions), s.complete(job.ChatCompletions))
 	e.POST(string(job.Completions), s.complete(job.Completions))

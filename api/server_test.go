@@ -1,12 +1,14 @@
 package api_test
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
 	"io"
 	"log/slog"
 	"maps"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -125,6 +127,9 @@ func TestEveryFailureIsAnErrorObject(t *testing.T) {
 		t.Errorf("Allow is %q", allow)
 	}
 	e.send("GET", "/v1/chat/completions", "").wantError(t, 405, job.CodeMethodNotAllowed, "")
+	for _, query := range []string{"limit=%zz", "status=failed;limit=1"} { // nothing is left out silently
+		e.send("GET", "/v1/jobs?"+query, "").wantError(t, 400, job.CodeInvalidValue, "")
+	}
 	a = e.send("GET", "/v1/panics", "")
 	a.wantError(t, 500, job.CodeInternal, "")
 	if strings.Contains(string(a.body), "secret") {
@@ -141,6 +146,65 @@ func TestEveryFailureIsAnErrorObject(t *testing.T) {
 	}
 	if a := e.send("HEAD", "/v1/jobs/x/events", ""); a.status != 405 || a.header.Get("Allow") == "" {
 		t.Errorf("HEAD of a stream: %d %v", a.status, a.header)
+	}
+}
+
+// A body that was announced and does not come holds nothing up for long: not the answer of a route that wants none, not a refusal.
+func TestBodiesThatNeverCome(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{MaxBody: 1000, APIKey: "k"})
+	const key = "Authorization: Bearer k\r\n"
+	tests := map[string]struct {
+		head string
+		want string
+	}{
+		"a route that takes none":              {"GET /v1/models HTTP/1.1\r\n" + key + "Content-Length: 100\r\n", "HTTP/1.1 200 "},
+		"one of unknown length":                {"GET /v1/models HTTP/1.1\r\n" + key + "Transfer-Encoding: chunked\r\n", "HTTP/1.1 200 "},
+		"no such job":                          {"POST /v1/jobs/x/cancel HTTP/1.1\r\n" + key + "Content-Length: 100\r\n", "HTTP/1.1 404 "},
+		"no key":                               {"POST /v1/jobs HTTP/1.1\r\nContent-Length: 100\r\n", "HTTP/1.1 401 "},
+		"no key, and the client asks first":    {"POST /v1/jobs HTTP/1.1\r\nContent-Length: 100\r\nExpect: 100-continue\r\n", "HTTP/1.1 401 "},
+		"too large":                            {"POST /v1/jobs HTTP/1.1\r\n" + key + "Content-Length: 1001\r\n", "HTTP/1.1 413 "},
+		"too large, and the client asks first": {"POST /v1/jobs HTTP/1.1\r\n" + key + "Content-Length: 1001\r\nExpect: 100-continue\r\n", "HTTP/1.1 413 "},
+	}
+	for name, tt := range tests {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			if err := conn.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := io.WriteString(conn, tt.head+"Host: x\r\n\r\n"); err != nil {
+				t.Fatal(err)
+			}
+			got, err := io.ReadAll(conn) // the server closes: it cannot tell where the next request begins
+			if err != nil || !strings.HasPrefix(string(got), tt.want) {
+				t.Errorf("%q, %v", got, err)
+			}
+		})
+	}
+	// One that comes is read away, and the connection lives on.
+	conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	in := bufio.NewReader(conn)
+	for range 2 {
+		if _, err := io.WriteString(conn, "GET /v1/models HTTP/1.1\r\n"+key+"Content-Length: 2\r\nHost: x\r\n\r\n{}"); err != nil {
+			t.Fatal(err)
+		}
+		resp, err := http.ReadResponse(in, nil)
+		if err != nil || resp.StatusCode != 200 {
+			t.Fatalf("%v, %v", resp, err)
+		}
+		if _, err := io.Copy(io.Discard, resp.Body); err != nil {
+			t.Fatal(err)
+		}
+		resp.Body.Close()
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/millrace/millrace/internal/blob"
@@ -138,7 +139,7 @@ func clip(text string) string {
 	if len(text) <= most {
 		return text
 	}
-	return text[:most] + "…"
+	return strings.ToValidUTF8(text[:most], "") + "…"
 }
 
 // openAnswer opens the engine's answer to an ended job. nil is no answer: the job ended without one, or none was kept.
