@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"fmt"
+	"io"
 	"net/http"
 	"strconv"
 	"strings"
@@ -278,6 +280,11 @@ func (p *replay) end(ctx context.Context, b *bytes.Buffer, v *view) error {
 	case o == nil:
 		return p.fail(b, job.NewError(job.TypeServer, job.CodeInternal, "The job's end is not recorded yet: read it under /v1/jobs/"+string(v.job.ID)+"."))
 	case o.State == job.Completed:
+		if !p.shown { // the engine knows no streams
+			if err := p.whole(ctx, b, latest); err != nil {
+				return p.fail(b, failureOf(err).body)
+			}
+		}
 		b.WriteString("data: [DONE]\n\n")
 		return p.write(b)
 	case !p.begun && b.Len() == 0:
@@ -286,6 +293,25 @@ func (p *replay) end(ctx context.Context, b *bytes.Buffer, v *view) error {
 		return p.fail(b, o.Error)
 	}
 	return p.fail(b, job.NewError(job.TypeServer, job.CodeEngineError, "The engine answered "+strconv.Itoa(o.StatusCode)+"."))
+}
+
+// whole writes an answer that came in one piece as the one event.
+func (p *replay) whole(ctx context.Context, b *bytes.Buffer, v *view) error {
+	answer, err := p.s.openAnswer(ctx, v)
+	if answer == nil || err != nil {
+		return err
+	}
+	defer answer.Close() //nolint:errcheck // read only
+	raw, err := io.ReadAll(answer)
+	if err != nil {
+		return fmt.Errorf("reading the answer of job %s: %w", v.job.ID, err)
+	}
+	if f := unfit(v.outcome.StatusCode, raw); f != nil {
+		return f
+	}
+	writeData(b, raw)
+	b.WriteByte('\n')
+	return nil
 }
 
 func (p *replay) fail(b *bytes.Buffer, e *job.Error) error {
@@ -297,6 +323,9 @@ func (p *replay) fail(b *bytes.Buffer, e *job.Error) error {
 	b.WriteString("\n\n")
 	return p.write(b)
 }
+
+// breakOff is an error event, for a stream that just ended would look whole.
+func (p *replay) breakOff(f *failure) error { return p.fail(&bytes.Buffer{}, f.body) }
 
 func (p *replay) keepAlive(comment []byte) error {
 	var b bytes.Buffer

@@ -26,6 +26,8 @@ const (
 type sink interface {
 	take(ctx context.Context, events []job.Event, span results.Span, v *view) (after int64, done bool, err error)
 	keepAlive(comment []byte) error
+	// breakOff tells a client that has the stream's head that it will get no more.
+	breakOff(f *failure) error
 }
 
 // follow feeds out with the events of v's job after `after` until out has enough, the client leaves, or the server drains. A store that is away for a while only
@@ -52,7 +54,7 @@ func (s *Server) follow(c echo.Context, v *view, after int64, out sink) error {
 		case ctx.Err() != nil:
 			return context.Canceled
 		case err != nil && (failureOf(err).status != http.StatusServiceUnavailable || time.Since(healthy) > awaitPatience):
-			return broken(c, err)
+			return broken(c, out, err)
 		case done:
 			return err
 		}
@@ -73,7 +75,7 @@ func (s *Server) follow(c echo.Context, v *view, after int64, out sink) error {
 					return context.Canceled
 				}
 			case <-s.closing:
-				return broken(c, unavailable(nil, "The server stops: connect again."))
+				return broken(c, out, unavailable(nil, "The server stops: connect again."))
 			case <-ctx.Done():
 				return context.Canceled
 			}
@@ -106,12 +108,15 @@ func (s *Server) readEvents(ctx context.Context, v **view, after int64) (page, e
 	return page{events, span}, nil
 }
 
-// broken ends an event stream that cannot go on. Once its head is sent it just ends: clients connect again and resume.
-func broken(c echo.Context, err error) error {
-	if c.Response().Committed {
-		return context.Canceled
+// broken ends an event stream that cannot go on.
+func broken(c echo.Context, out sink, err error) error {
+	if !c.Response().Committed {
+		return err
 	}
-	return err
+	if f := failureOf(err); f.status != statusClientGone {
+		return out.breakOff(f)
+	}
+	return context.Canceled
 }
 
 // jobEvents streams a job's events, each once and in order, from the one after Last-Event-ID on.
@@ -177,6 +182,18 @@ func (f *feed) keepAlive(comment []byte) error {
 		return errNobodyReads
 	}
 	return flush(f.c)
+}
+
+// breakOff writes the error event, which has no number: a client that resumes misses nothing. Where the server is at fault for a while the stream just ends, for that makes clients connect again.
+func (f *feed) breakOff(why *failure) error {
+	if why.status == http.StatusServiceUnavailable {
+		return context.Canceled
+	}
+	var b bytes.Buffer
+	b.WriteString("event: " + string(job.EventError) + "\n")
+	writeData(&b, encode(errorObject{why.body}))
+	b.WriteByte('\n')
+	return f.write(&b)
 }
 
 func (f *feed) take(ctx context.Context, events []job.Event, span results.Span, v *view) (after int64, done bool, err error) {

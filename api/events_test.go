@@ -17,6 +17,7 @@ import (
 
 	"github.com/millrace/millrace/api"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/queue"
 )
 
 // event is one of a stream as a client reads it.
@@ -318,5 +319,26 @@ func TestJobWithoutEventsStillEndsItsStream(t *testing.T) {
 	id := e.submit(`{"endpoint":"/v1/embeddings","body":{"model":"test/model-8b","input":"x","max_tokens":1}}`)
 	if evs := events(t, e.send("GET", "/v1/jobs/"+string(id)+"/events", "").body); len(evs) != 1 || evs[0].kind != "done" || evs[0].id != 1 {
 		t.Errorf("%+v", evs)
+	}
+}
+
+func TestEventsOfAJobThatGoesAwayEndWithAnError(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	if err := e.queue.EnsureModel(t.Context(), model); err != nil {
+		t.Fatal(err)
+	}
+	id := e.submit(jobBody(chat(1, ""), ""))
+	resp := e.open(t.Context(), "GET", "/v1/jobs/"+string(id)+"/events", "")
+	defer resp.Body.Close()
+	// As when another server deletes it, and its done event is missed.
+	if err := e.queue.Remove(t.Context(), queue.Work, model, id); err != nil {
+		t.Fatal(err)
+	}
+	e.redis.Wipe()
+	e.relay.Bell(id)
+	got, err := io.ReadAll(resp.Body)
+	if err != nil || !strings.Contains(string(got), "\nevent: error\ndata: {\"error\":{") || !strings.Contains(string(got), string(job.CodeJobNotFound)) {
+		t.Errorf("%q, %v", got, err)
 	}
 }

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"crypto/rand"
@@ -302,9 +303,15 @@ func (s *Server) writeAnswer(c echo.Context, v *view) error {
 		}
 		return writeAnswerRaw(c, o.StatusCode, o.ContentType, raw)
 	}
+	in := bufio.NewReader(answer)
+	if begin, err := in.Peek(in.Size()); err != nil && !errors.Is(err, io.EOF) {
+		return fmt.Errorf("reading the answer of job %s: %w", v.job.ID, err)
+	} else if f := unfit(o.StatusCode, begin); f != nil {
+		return f
+	}
 	c.Response().Header().Set(echo.HeaderContentType, jsonType(o.ContentType))
 	c.Response().WriteHeader(o.StatusCode)
-	if _, err := io.Copy(c.Response(), answer); err != nil {
+	if _, err := io.Copy(c.Response(), in); err != nil {
 		s.log.Warn("sending a large answer", "job", v.job.ID, "err", err)
 		panic(http.ErrAbortHandler) // a cut answer must not look whole
 	}
@@ -313,6 +320,9 @@ func (s *Server) writeAnswer(c echo.Context, v *view) error {
 
 // writeAnswerRaw passes an engine's whole answer on: a good one byte for byte, another as an error object.
 func writeAnswerRaw(c echo.Context, status int, contentType string, body []byte) error {
+	if f := unfit(status, body); f != nil {
+		return f
+	}
 	h := c.Response().Header()
 	if status >= 400 {
 		body, contentType = engineError(status, body), "application/json"
@@ -322,6 +332,21 @@ func writeAnswerRaw(c echo.Context, status int, contentType string, body []byte)
 	}
 	if err := writeRawAs(c, status, jsonType(contentType), body); err != nil {
 		return errNobodyReads
+	}
+	return nil
+}
+
+// unfit is why an engine's answer, of which body is the whole or the beginning, cannot be passed on as it is; nil if it can.
+func unfit(status int, body []byte) *failure {
+	switch {
+	case status == http.StatusUnauthorized, status == http.StatusProxyAuthRequired: // a client would take it for its own key
+		return fail(http.StatusBadGateway, job.CodeEngineError, "The engine does not accept the key that this server has for it: it answered %d.", status)
+	case status >= 400:
+		return nil
+	case status < 200 || status > 299:
+		return fail(http.StatusBadGateway, job.CodeEngineError, "The engine answered %d.", status)
+	case !bytes.HasPrefix(bytes.TrimLeft(body, " \t\r\n"), []byte("{")): // a page, or nothing, under a good status
+		return fail(http.StatusBadGateway, job.CodeEngineError, "The engine's answer is no JSON object.")
 	}
 	return nil
 }

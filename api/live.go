@@ -266,7 +266,10 @@ func (a *liveAnswer) take(p *relay.Part) (done bool, err error) {
 		return false, a.write(p.Data)
 	}
 	a.buffer = append(a.buffer, p.Data...)
-	if len(a.buffer) > bufferWhole && a.head.StatusCode < 400 && !a.events {
+	if len(a.buffer) > bufferWhole && a.head.StatusCode < 400 && !a.stream {
+		if f := unfit(a.head.StatusCode, a.buffer); f != nil {
+			return true, f
+		}
 		a.plain = true
 		a.shown.Store(true)
 		a.c.Response().Header().Set(echo.HeaderContentType, jsonType(a.head.ContentType))
@@ -296,9 +299,14 @@ func (a *liveAnswer) end(e *relay.End) error {
 			return nil
 		}
 		return a.event([]byte("data: [DONE]\n\n"))
+	}
+	if f := unfit(a.head.StatusCode, a.buffer); f != nil {
+		return a.fail(f)
+	}
+	switch {
 	case a.events && a.head.StatusCode >= 400:
 		return a.fail(&failure{status: a.head.StatusCode, body: errorIn(a.head.StatusCode, a.buffer)})
-	case a.events: // the engine knows no streams: its whole answer is the one event
+	case a.stream && a.head.StatusCode < 400: // the engine knows no streams: its whole answer is the one event
 		var b bytes.Buffer
 		writeData(&b, a.buffer)
 		b.WriteString("\ndata: [DONE]\n\n")

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -165,6 +166,45 @@ func TestEngineErrorsPassThrough(t *testing.T) {
 			}
 		}
 	}
+}
+
+func TestAnswersThatAreNoAnswer(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	var now atomic.Pointer[reply]
+	e.startWorker(func(*job.Job, []byte) reply { return *now.Load() })
+	for name, r := range map[string]reply{
+		"a page":                     {status: 200, contentType: "text/html", body: "<html></html>"},
+		"a page that claims more":    {status: 200, contentType: "application/json", body: "<html></html>"},
+		"a large page":               {status: 200, contentType: "text/html", body: "<p>" + strings.Repeat("x", 2<<20)},
+		"a stream that nobody asked": {status: 200, contentType: "text/plain", body: "data: {}\n\n"},
+		"a redirect":                 {status: 302, contentType: "application/json", body: "{}"},
+		"the engine's own key is wrong, which is not the client's": {status: 401, contentType: "application/json", body: `{"error":{"message":"no","type":"t","param":null,"code":"invalid_api_key"}}`},
+	} {
+		now.Store(&r)
+		for _, key := range []string{"", name} {
+			a := e.send("POST", "/v1/chat/completions", chat(1, ""), "Idempotency-Key: "+key)
+			if a.wantError(t, 502, job.CodeEngineError, ""); t.Failed() {
+				t.Fatalf("%s, key %q", name, key)
+			}
+		}
+	}
+}
+
+// An engine that knows no streams answers in one piece. A client that asked for a stream gets one.
+func TestStreamOfAnEngineWithoutStreams(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	w := e.startWorker(func(*job.Job, []byte) reply {
+		return reply{status: 201, contentType: "application/json", body: "{\"a\":\n1}"}
+	})
+	for _, key := range []string{"", "k", "k"} {
+		a := e.send("POST", "/v1/chat/completions", chat(1, `,"stream":true`), "Idempotency-Key: "+key)
+		if a.status != 200 || a.header.Get("Content-Type") != "text/event-stream" || string(a.body) != "data: {\"a\":\ndata: 1}\n\ndata: [DONE]\n\n" {
+			t.Errorf("key %q: %d %v %q", key, a.status, a.header, a.body)
+		}
+	}
+	w.stop()
 }
 
 func TestDisconnectCancelsASyncCall(t *testing.T) {

@@ -1,9 +1,11 @@
 package api_test
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"strings"
 	"sync"
@@ -65,6 +67,9 @@ func TestNATSThatHangsIs503AndNothingIsPublishedLater(t *testing.T) {
 			e.send("POST", "/v1/jobs", jobBody(chat(1, ""), ""), "Idempotency-Key: k").wantError(t, 503, job.CodeUnavailable, "")
 		})
 		wg.Go(func() { e.send("POST", "/v1/chat/completions", chat(1, "")).wantError(t, 503, job.CodeUnavailable, "") })
+	}
+	for range 8 { // one does not wait for another
+		wg.Go(func() { e.send("GET", "/v1/models", "").wantError(t, 503, job.CodeUnavailable, "") })
 	}
 	wg.Wait()
 	if took := time.Since(start); took > 5*time.Second {
@@ -285,6 +290,32 @@ func TestDrainLetsCallsFinish(t *testing.T) {
 	close(gate)
 	if a := <-answered; a.status != 200 {
 		t.Errorf("%d %s", a.status, a.body)
+	}
+	<-stopped
+}
+
+// To a client a stream that just ends looks whole.
+func TestDrainTellsAKeyedStreamThatItBreaksOff(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	gate := make(chan struct{}, 1)
+	gate <- struct{}{}
+	e.startWorker(func(j *job.Job, body []byte) reply {
+		r := repeat(j, body)
+		r.each = gate
+		return r
+	})
+	resp := e.open(t.Context(), "POST", "/v1/chat/completions", chat(2, `,"stream":true`), "Idempotency-Key: k")
+	defer resp.Body.Close()
+	in := bufio.NewReader(resp.Body)
+	if line, err := in.ReadString('\n'); err != nil || !strings.HasPrefix(line, "data: {") {
+		t.Fatalf("%q, %v", line, err)
+	}
+	stopped := make(chan struct{})
+	go func() { e.stopAPI(); close(stopped) }()
+	rest, err := io.ReadAll(in)
+	if err != nil || !strings.Contains(string(rest), "\ndata: {\"error\":{") || strings.Contains(string(rest), "[DONE]") {
+		t.Errorf("%q, %v", rest, err)
 	}
 	<-stopped
 }
