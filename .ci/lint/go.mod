@@ -1,7 +1,7 @@
 // The linter has some two hundred modules of its own, which the project's go.mod should not carry: `make lint` runs it from here.
 module github.com/millrace/millrace/lint
 
-go 1.26.8
+go 1.26.0
 
 tool github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
