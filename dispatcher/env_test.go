@@ -362,23 +362,6 @@ func (e *env) finish(w *fake, d *queue.Delivery, c *results.Claim) {
 	w.relay.Ended(d.Job.Model)
 }
 
-// gauge reads a metric, the sum of its series.
-func (e *env) gauge(l *leader, name string) float64 {
-	e.Helper()
-	families, err := l.reg.Gather()
-	e.ok(err)
-	sum := 0.0
-	for _, f := range families {
-		if f.GetName() != name {
-			continue
-		}
-		for _, m := range f.GetMetric() {
-			sum += m.GetGauge().GetValue() + m.GetCounter().GetValue()
-		}
-	}
-	return sum
-}
-
 // realRedis starts a platform on a real server, and returns what sends it a command.
 func realRedis(t testing.TB) (*env, func(command string)) {
 	t.Helper()

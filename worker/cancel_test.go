@@ -155,7 +155,7 @@ func TestDeadWorkIsNotRun(t *testing.T) {
 // TestLongJobRunsOnce: of five times the ack wait, and one that waits in hand as long.
 func TestLongJobRunsOnce(t *testing.T) {
 	t.Parallel()
-	const ackWait = 500 * time.Millisecond
+	const ackWait = 300 * time.Millisecond
 	e := newEnv(t, ackWait)
 	eng := play(t, func(w http.ResponseWriter, r *http.Request) {
 		select {

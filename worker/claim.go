@@ -90,10 +90,15 @@ type endedJobs struct {
 	ids []job.ID
 }
 
-func (e *endedJobs) add(id job.ID) {
+// maxEnded bounds what is kept while the store is away.
+const maxEnded = 100_000
+
+func (e *endedJobs) add(ids ...job.ID) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.ids = append(e.ids, id)
+	if len(e.ids) < maxEnded {
+		e.ids = append(e.ids, ids...)
+	}
 }
 
 func (e *endedJobs) take() []job.ID {
@@ -104,7 +109,7 @@ func (e *endedJobs) take() []job.ID {
 	return ids
 }
 
-// dropEnded drops what has ended from the held set, each second and when ctx ends. What fails is dropped by the dispatcher.
+// dropEnded drops what has ended from the held set, each second and when ctx ends. What is left is dropped by the dispatcher.
 func (w *Worker) dropEnded(ctx context.Context) {
 	t := time.NewTicker(endedPeriod)
 	defer t.Stop()
@@ -114,8 +119,8 @@ func (w *Worker) dropEnded(ctx context.Context) {
 		case <-t.C:
 		}
 		short, cancel := context.WithTimeout(context.WithoutCancel(ctx), storeTimeout) // the last time is when ctx has ended
-		if err := w.deps.Results.LetGo(short, w.id, w.ended.take()...); err != nil {
-			w.log.Debug("letting go of jobs that ended", "err", err)
+		if ids := w.ended.take(); w.deps.Results.LetGo(short, w.id, ids...) != nil {
+			w.ended.add(ids...) // the store is away, as others say
 		}
 		cancel()
 		if ctx.Err() != nil {

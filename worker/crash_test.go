@@ -34,7 +34,7 @@ func TestDeathBetweenTheStepsOfAnEnd(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			for _, change := range []func(*job.Job){withEvents, func(j *job.Job) { j.Blob = job.RequestBlob(j.ID) }} {
-				e := newEnv(t, time.Second)
+				e := newEnv(t, 500*time.Millisecond)
 				eng, calls := emulate(t, emulator.Config{})
 				first := e.work(eng.URL)
 				c.dies(first)
@@ -174,7 +174,7 @@ func TestPoisonEndsAndTakesNobodyAlong(t *testing.T) {
 	eng, calls := emulate(t, emulator.Config{})
 	var bystanders []*job.Job
 	for range 4 {
-		bystanders = append(bystanders, e.submit(e.job(chat("bystander [[emulator:hang-after=1,times=1]]", fmt.Sprintf(`"n":1,"user":"%d",`, len(bystanders))), withEvents)))
+		bystanders = append(bystanders, e.submit(e.job(chat(fmt.Sprintf("bystander %d [[emulator:hang-after=1,times=1]]", len(bystanders)), ""), withEvents)))
 	}
 	poison := e.submit(e.job(chat("poison [[emulator:hang]]", ""), withEvents))
 	for n := range 3 {

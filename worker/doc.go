@@ -2,8 +2,8 @@
 //
 // # Delivery
 //
-// A delivery is handed to one goroutine, which waits in the [gate] for room in the engine's KV cache, claims the job, calls the engine, and ends the delivery by
-// exactly one Ack or Nak. Execution is at least once; the outcome is exactly one, because the first record in DONE wins.
+// A delivery is handed to one goroutine, which waits in the [gate] for room in the engine's KV cache, claims the job, calls the engine, and answers the delivery
+// once, by an ack or a nak, or leaves it to the attempt that has the job. Execution is at least once; the outcome is exactly one, because the first record in DONE wins.
 //
 // # Order of side effects
 //
@@ -13,11 +13,12 @@
 //
 // # Concurrency
 //
-// Run owns all goroutines: one that watches the engine, one per consumer that pulls, one per delivery, and for each running job one that renews its lease and, if it keeps events, one that
-// writes them. The gate's mutex guards the ledger of the KV cache and the order of starting.
+// Run owns all goroutines: one that watches whether the engine is ready, one whether it gets on, one per consumer that pulls, one per delivery, and for each running job that keeps events one
+// that writes them, for each on a connection one that watches its API. Deliveries are renewed by timers. The gate's mutex guards the ledger of the KV cache and the order of starting.
 //
 // # Failure
 //
 // What is the job's own fault or cannot be told from it (engine 5xx, a broken connection) is charged and retried with a growing delay; what is not (drain, stall, an engine that is not
-// ready) is given back uncharged. While NATS or Redis is away running calls go on, and their outcomes are written when it is back.
+// ready) is given back uncharged. Jobs whose engine or worker has broken down under them start one by one, since all that ran beside the one that did it come back together.
+// While NATS or Redis is away running calls go on, and their outcomes are written when it is back.
 package worker

@@ -142,6 +142,7 @@ func TestEngineThatIsNotReadyChargesNobody(t *testing.T) {
 	if w := e.member(p); w.State != cluster.Unready {
 		t.Errorf("it says that it is %s", w.State)
 	}
+	e.until("it goes back", func() bool { return e.get(loading).State == job.Queued })
 	if rec := e.get(loading); rec.Charged != 0 || rec.Uncharged != 1 || rec.Attempts[0].Outcome != "engine_unready" {
 		t.Errorf("record %+v", rec)
 	}

@@ -1,6 +1,7 @@
 package worker_test
 
 import (
+	"context"
 	"encoding/json"
 	"net/http"
 	"strings"
@@ -81,10 +82,23 @@ func delta(t testing.TB, data []byte) string {
 // idle waits until the worker holds nothing any more: no reservation, no job in hand, none in its held set.
 func (e *env) idle(p *process) {
 	e.Helper()
+	var held []job.ID
+	var running, inHand float64
+	defer func() {
+		if e.Failed() {
+			e.Logf("%v run, %v are in hand, the held set has %v", running, inHand, held)
+			for _, id := range held {
+				rec, err := e.results.Get(context.Background(), id)
+				e.Logf("%+v %v", rec, err)
+			}
+		}
+	}()
 	e.until("the worker holds nothing", func() bool {
-		held, err := e.results.Held(e.Context(), p.ID())
+		var err error
+		held, err = e.results.Held(e.Context(), p.ID())
 		e.ok(err)
-		return len(held) == 0 && gauge(e, p, "millrace_worker_running") == 0 && gauge(e, p, "millrace_worker_in_hand") == 0
+		running, inHand = gauge(e, p, "millrace_worker_running"), gauge(e, p, "millrace_worker_in_hand")
+		return len(held) == 0 && running == 0 && inHand == 0
 	})
 }
 

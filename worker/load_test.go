@@ -25,8 +25,13 @@ func TestBurstIsDeliveredOnce(t *testing.T) {
 	}
 	p := e.work(eng.URL, generic, func(c *workerConfig) { c.engine.MaxConcurrency = 4 })
 	for _, j := range jobs {
-		e.completed(j)
+		e.until("it ends", func() bool { return e.get(j).State == job.Completed })
 	}
+	e.until("no message is left", func() bool {
+		present, err := e.queue.Present(t.Context(), model)
+		e.ok(err)
+		return len(present) == 0
+	})
 	delivered := 0
 	for _, c := range job.Classes() {
 		m, err := e.nc.Request("$JS.API.CONSUMER.INFO.WORK_"+string(model)+"."+string(c), nil, patience)
@@ -78,7 +83,22 @@ func TestLedgerReturnsToZero(t *testing.T) {
 		e.collect(s)
 	}
 	for _, j := range durable {
-		e.await(j)
+		e.until("it ends", func() bool { return e.get(j).State.Ended() })
+	}
+	e.until("no message is left", func() bool {
+		present, err := e.queue.Present(t.Context(), model)
+		e.ok(err)
+		return len(present) == 0
+	})
+	outcomes := map[job.ID]int{}
+	for r, err := range e.queue.Outcomes(t.Context(), 0) {
+		e.ok(err)
+		outcomes[r.Job.ID]++
+	}
+	for _, j := range durable {
+		if outcomes[j.ID] != 1 {
+			t.Errorf("job %s has %d outcomes", j.ID, outcomes[j.ID])
+		}
 	}
 	e.until("no live message is left", func() bool {
 		for range e.queue.Waiting(context.Background(), queue.Live, model, "", false) {
