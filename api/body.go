@@ -10,6 +10,7 @@ import (
 	"io"
 	"mime"
 	"net/http"
+	"os"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -66,11 +67,14 @@ func (s *Server) readBody(c echo.Context) (body []byte, o *job.Object, release f
 		in.done()
 	case errors.As(err, &over):
 		return nil, nil, nil, tooLarge
+	case errors.Is(err, os.ErrDeadlineExceeded): // before the context, for the server takes any failure to read for the client's leave
+		c.Response().Header().Set(echo.HeaderConnection, "close") // the deadline stays: the server would read on
+		return nil, nil, nil, fail(http.StatusRequestTimeout, job.CodeInvalidValue, "The request's body came too slowly.")
 	case r.Context().Err() != nil:
 		return nil, nil, nil, context.Canceled
-	default: // the deadline stays: the server would read on
+	default:
 		c.Response().Header().Set(echo.HeaderConnection, "close")
-		return nil, nil, nil, fail(http.StatusRequestTimeout, job.CodeInvalidValue, "The request's body broke off or came too slowly.")
+		return nil, nil, nil, invalid("", job.CodeInvalidValue, "The request's body cannot be read to its end: %v.", err)
 	}
 	body = buf.Bytes()
 	o, err = parseObject(body)
