@@ -106,7 +106,7 @@ func (e *Engine) ask(req *http.Request) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer resp.Body.Close()
+	defer resp.Body.Close() //nolint:errcheck // read only
 	page, err := io.ReadAll(io.LimitReader(resp.Body, maxPage+1))
 	switch {
 	case err != nil:

@@ -30,7 +30,7 @@ func TestIDsSortByTimeAndParse(t *testing.T) {
 	if !id.Time().Equal(at) {
 		t.Errorf("the id's time is %s, want %s", id.Time(), at)
 	}
-	if job.NewID(at) == job.NewID(at) {
+	if first, second := job.NewID(at), job.NewID(at); first == second {
 		t.Error("two ids of one moment are the same")
 	}
 	for _, bad := range []string{"", "job_", "job_x", "batch_" + ids[0][4:], strings.ToUpper(ids[0]), ids[0] + "0", ids[0][:39] + "*"} {

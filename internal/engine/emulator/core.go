@@ -182,7 +182,7 @@ func (c *Core) Stats() Stats {
 func (c *Core) Step() (Step, bool) {
 	var st Step
 	budget := TokenBudget
-	for i := 0; i < len(c.running); i++ {
+	for i := 0; i < len(c.running); i++ { //nolint:intrange // growing may preempt, which shortens the list
 		s := c.running[i]
 		if !s.decoding || s.held() || budget == 0 {
 			continue
