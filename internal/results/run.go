@@ -44,7 +44,7 @@ type Claim struct {
 	Verdict Verdict
 	Wait    time.Duration // Held, TooEarly
 	// For Taken: the attempt's token; the number of the event that the claim appended (status or reset), 0 if the job keeps no events; how many tries were charged before;
-	// whether cancelling was asked; the store's time; whether an earlier attempt had already put token events into the stream.
+	// whether cancelling was asked; the store's time; whether readers may have an earlier attempt's text (that event is then a reset).
 	Token                      job.Token
 	N                          int64
 	Charged, Deaths, Uncharged int
@@ -56,7 +56,7 @@ type Claim struct {
 // Claim is the dedupe of deliveries, in one script: ended -> Ended; live lease of another -> Held; not_before in the future -> TooEarly; no record, an earlier attempt (token > 0), or
 // Delivered > 1, unless Checked -> CheckDone; no record and not Whole -> Unrecorded; else taken: token = max(previous + 1, Redis TIME in ms), lease = now + Lease,
 // state running, the attempt added, and a `status` event, or a `reset` where token events of an earlier attempt stand in the stream, appended with n+1. If the stream is missing and this is not provably
-// the first attempt, n starts at Redis TIME in ms. The worker's held set is written before the script. An attempt whose lease ran out before is counted as uncharged.
+// the first attempt, readers may have text of one that is forgotten: n starts at Redis TIME in ms, with a `reset`. The worker's held set is written before the script. An attempt whose lease ran out before is counted as uncharged.
 // A claim by the same worker for the same AckSubject, while that claim's lease lives, is a repeat: Taken, with the same token.
 func (s *Store) Claim(ctx context.Context, r ClaimRequest) (*Claim, error) {
 	ctx, cancel := context.WithTimeout(ctx, opTimeout)

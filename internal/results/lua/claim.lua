@@ -37,8 +37,8 @@ if ARGV[6] == '1' then
 		if f or kind == 'token' then rs = 1 end
 	elseif fr and k == 0 and ARGV[5] ~= '1' then
 		cn = 1
-	else -- there may have been events: start above any number that they can have had
-		cn = math.max(n + 1, now)
+	else -- there may have been events: start above any number that they can have had, and from nothing for whoever has seen them
+		cn, rs = math.max(n + 1, now), 1
 	end
 	local data = '"attempt":' .. (ch + un + 1) .. '}'
 	if rs == 1 then

@@ -237,14 +237,15 @@ func claimNumbersLost(e *env) {
 	e.ok(e.GiveBack(e.ctx, j.ID, first.Token, 0, false, "drained"))
 	e.ok(e.raw.Del(e.ctx, e.prefix+"{"+string(j.ID)+"}:e").Err()) // the stream alone
 	c := e.claim(again(j, "w2", 2), results.Taken)
-	if c.N < int64(c.Now) || c.Restarted {
+	if c.N < int64(c.Now) || !c.Restarted {
 		e.Fatalf("claim: %+v", c)
 	}
+	e.same("events", show(e.all(j)), []string{fmt.Sprint(c.N, `:reset:{"text":"","attempt":2}`)})
 	// Rebuilt from its message: earlier attempts may be forgotten.
 	j = e.queued()
 	e.wipe()
 	e.ok(e.RestoreQueued(e.ctx, []results.QueuedJob{{Job: *j, Body: body}}))
-	if c := e.claim(request(j, "w2"), results.Taken); c.N < int64(c.Now) {
+	if c := e.claim(request(j, "w2"), results.Taken); c.N < int64(c.Now) || !c.Restarted {
 		e.Fatalf("claim: %+v", c)
 	}
 }
