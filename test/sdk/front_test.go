@@ -3,10 +3,12 @@ package sdk_test
 import (
 	"bytes"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
+	"slices"
 	"strconv"
 	"sync"
 	"testing"
@@ -41,7 +43,8 @@ func (e exchange) retry() int {
 
 // front stands between a client and the server, as a proxy does: it keeps what passes, and may spoil answers that the server gave.
 type front struct {
-	url  string
+	url string
+	// fate, if not nil, decides once the server has answered. No answer is streamed then.
 	fate func(*exchange) fate
 
 	mu   sync.Mutex
@@ -70,19 +73,22 @@ func newFront(t *testing.T, to string, decide func(*exchange) fate) *front {
 		f.mu.Lock()
 		f.seen = append(f.seen, e)
 		f.mu.Unlock()
-		what := arrives
-		if f.fate != nil {
-			what = f.fate(e)
-		}
-		if what == arrives {
+		if f.fate == nil {
 			proxy.ServeHTTP(&witness{w, f, e}, r)
 			return
 		}
-		proxy.ServeHTTP(&witness{httptest.NewRecorder(), f, e}, r)
-		if what == lost {
+		answer := httptest.NewRecorder()
+		proxy.ServeHTTP(&witness{answer, f, e}, r)
+		switch f.fate(e) {
+		case lost:
 			panic(http.ErrAbortHandler)
+		case fails:
+			http.Error(w, "an error in its place", http.StatusInternalServerError)
+		default:
+			maps.Copy(w.Header(), answer.Header())
+			w.WriteHeader(answer.Code)
+			_, _ = w.Write(answer.Body.Bytes()) // a client that left is the test's to notice
 		}
-		http.Error(w, "an error in its place", http.StatusInternalServerError)
 	}))
 	t.Cleanup(s.Close)
 	f.url = s.URL
@@ -98,6 +104,11 @@ func (f *front) exchanges() []exchange {
 		all[i] = *e
 	}
 	return all
+}
+
+// served leaves out what the platform refused for now, as one may do that gets too little of its machine, and what has no answer.
+func served(all []exchange) []exchange {
+	return slices.DeleteFunc(all, func(e exchange) bool { return e.status == http.StatusServiceUnavailable || e.status == 0 })
 }
 
 // witness notes an answer's head before the client can see it.

@@ -284,7 +284,7 @@ func TestNodeClientGetsTypedErrors(t *testing.T) {
 	} {
 		got.wantError(t, name, want.class, want.refusal)
 	}
-	if n := len(f.exchanges()); n != 7 {
+	if n := len(served(f.exchanges())); n != 7 {
 		t.Errorf("the client made %d requests for 7 calls", n)
 	}
 	hold(t, s)
