@@ -487,7 +487,7 @@ func (e *env) submit(m *queue.Message) *job.Job {
 	defer cancel()
 	_, _, err := e.results.Accept(ctx, &m.Job, m.Body)
 	e.ok(err)
-	e.ok(e.queue.Enqueue(ctx, queue.Work, queue.AnyLane, m))
+	e.whileAway(func() error { return e.queue.Enqueue(ctx, queue.Work, queue.AnyLane, m) })
 	e.ok(e.results.Queued(ctx, &m.Job, m.Body))
 	return &m.Job
 }
@@ -529,18 +529,35 @@ func (e *env) await(j *job.Job) *results.Record {
 
 func (e *env) outcome(j *job.Job) *queue.Record {
 	e.Helper()
-	r, err := e.queue.Outcome(context.Background(), j.Tenant, j.Group, j.ID)
-	e.ok(err)
+	var r *queue.Record
+	e.whileAway(func() (err error) {
+		r, err = e.queue.Outcome(context.Background(), j.Tenant, j.Group, j.ID)
+		return err
+	})
 	return r
 }
 
 // queued tells whether the job has a message.
 func (e *env) queued(j *job.Job) bool {
 	e.Helper()
-	present, err := e.queue.Present(context.Background(), j.Model)
-	e.ok(err)
-	_, there := present[j.ID]
+	var there bool
+	e.whileAway(func() error {
+		present, err := e.queue.Present(context.Background(), j.Model)
+		_, there = present[j.ID]
+		return err
+	})
 	return there
+}
+
+// whileAway repeats ask while NATS is away.
+func (e *env) whileAway(ask func() error) {
+	e.Helper()
+	var err error
+	e.until("NATS answers", func() bool {
+		err = ask()
+		return !errors.Is(err, queue.ErrUnavailable)
+	})
+	e.ok(err)
 }
 
 // completed waits for the job's end, which must be good, and returns the answer.

@@ -16,6 +16,8 @@ const (
 	// maxLiveAttempts is how many charged attempts a job has whose client waits on its connection, liveRetry the pause before the second one, which doubles.
 	maxLiveAttempts = 3
 	liveRetry       = 250 * time.Millisecond
+	// liveFloor is the longest delay that an engine may ask for which a waiting client is kept: with a longer one it is told itself.
+	liveFloor = 10 * time.Second
 	// apiGlance is how often it is looked whether the API that holds the connection lives.
 	apiGlance = time.Second
 )
@@ -139,7 +141,7 @@ func (a *liveAttempt) end(ctx context.Context, got *reply, f *fault) {
 	case f != nil && f.lost:
 		a.lose()
 		return
-	case f != nil && f.again && !a.shown && (!f.charged || a.claimed.Charged+1 < maxLiveAttempts):
+	case f != nil && f.again && !a.shown && f.floor <= liveFloor && (!f.charged || a.claimed.Charged+1 < maxLiveAttempts):
 		a.giveBack(ctx, f)
 		return
 	}

@@ -171,6 +171,16 @@ func TestLiveErrorsAreRetriedAFewTimes(t *testing.T) {
 		t.Errorf("head %+v, body %q after %d calls", head, body, eng.of(string(m.Job.ID)))
 	}
 
+	eng.then(func(w http.ResponseWriter, r *http.Request) { // nobody is kept waiting for so long
+		w.Header().Set("Retry-After", "60")
+		reply(429, `{"error":{"message":"later"}}`)(w, r)
+	})
+	m = e.job(chat("x", ""), live)
+	head, body, _ = e.collect(e.call(d, m))
+	if head.StatusCode != 429 || body != `{"error":{"message":"later"}}` || eng.of(string(m.Job.ID)) != 1 {
+		t.Errorf("head %+v, body %q after %d calls", head, body, eng.of(string(m.Job.ID)))
+	}
+
 	eng.then(stream(`{"choices":[{"delta":{"content":"a"}}]}`, `{"error":{"message":"out of memory"}}`)) // shown in part: no other attempt can begin anew
 	m = e.job(chat("x", `"stream":true,`), liveStream)
 	_, body, end = e.collect(e.call(d, m))
