@@ -3,6 +3,7 @@ package worker
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -236,7 +237,11 @@ func (c *call) token(generated bool, called time.Time) {
 // judge says what is wrong with a whole answer; nil if it ends the job, as the engine's refusal of a bad request does.
 func (c *call) judge(ctx context.Context, r *reply) *fault {
 	switch {
-	case r.status >= 200 && r.status < 300:
+	case r.status >= 200 && r.status < 400 && (r.status != http.StatusOK || !json.Valid(r.body)):
+		// A page, a redirect or nothing: whatever answers there, it is no engine that has done the work.
+		c.w.badCall("it answers with something that is no JSON")
+		return again(true, reasonBroken, 0, job.CodeEngineError, fmt.Sprintf("The engine answered %d without JSON.", r.status))
+	case r.status == http.StatusOK:
 		c.w.badCalls.Store(0)
 		if r.usage = engine.UsageOf(r.body); r.usage != nil {
 			c.w.rate.add(time.Now(), r.usage.CompletionTokens)

@@ -69,6 +69,27 @@ func TestEngineErrorsAreChargedAndEnd(t *testing.T) {
 	e.idle(p)
 }
 
+// TestNoPageIsAnAnswer: a proxy's page, a redirect and an empty answer are failed attempts, not results.
+func TestNoPageIsAnAnswer(t *testing.T) {
+	t.Parallel()
+	for name, answer := range map[string]http.HandlerFunc{
+		"a page with 200": reply(200, "<html>welcome</html>"),
+		"nothing":         reply(204, ""),
+		"a redirect":      reply(302, ""),
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			e := newEnv(t, 5*time.Second)
+			eng := play(t, answer)
+			e.work(eng.URL, generic)
+			j := e.submit(e.job(chat("x", "")))
+			if o := e.await(j).Outcome; o.State != job.Failed || o.Error.CodeOf() != job.CodeEngineError || len(o.Attempts) != 5 {
+				t.Errorf("outcome %+v", o)
+			}
+		})
+	}
+}
+
 func TestRetryAfterIsAFloor(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, 5*time.Second)
