@@ -200,8 +200,10 @@ func (a *liveAttempt) finish(ctx context.Context, end relay.End, o *job.Outcome)
 	case errors.Is(err, relay.ErrHeld):
 		a.lose()
 		return
-	case errors.Is(err, relay.ErrGone) && o.State == job.Completed: // its tokens are counted all the same
-		o.State, o.Error = job.Cancelled, job.NewError(job.TypeServer, job.CodeClientGone, "The client has gone.")
+	case errors.Is(err, relay.ErrGone): // its tokens are counted all the same
+		if o.State == job.Completed {
+			o.State, o.Error = job.Cancelled, job.NewError(job.TypeServer, job.CodeClientGone, "The client has gone.")
+		}
 	case err != nil:
 		a.log.Warn("ending a live answer", "err", err)
 	}

@@ -188,7 +188,7 @@ func await[T any](ctx context.Context, log *slog.Logger, what, urls string, open
 		defer cancel()
 		return open(ctx)
 	}, backoff.WithBackOff(pause), backoff.WithMaxElapsedTime(0), backoff.WithNotify(func(err error, next time.Duration) {
-		log.Warn("waiting for a server", "server", what, "url", urls, "again_in", next.Round(time.Millisecond), "err", err)
+		log.Warn("waiting for a server", "server", what, "url", urls, "again_in", next.Round(time.Millisecond).String(), "err", err)
 	}))
 }
 
