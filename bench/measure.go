@@ -194,7 +194,7 @@ func measureVariant(ctx context.Context, cfg Config, server *redisServer) (*Vari
 		if err := r.submitted(ctx, cfg, engineStub, b, v); err != nil {
 			return fmt.Errorf("durable jobs at low load: %w", err)
 		}
-		if v.Durable, err = r.throughput(ctx, cfg, b, 3); err != nil {
+		if v.Durable, err = r.throughput(ctx, cfg, b); err != nil {
 			return fmt.Errorf("durable jobs in flight: %w", err)
 		}
 		if err := b.close(ctx); err != nil {
@@ -226,7 +226,7 @@ func measureRelaxed(ctx context.Context, cfg Config) (Throughput, error) {
 		err = r.warm(ctx, cfg)
 	}
 	if err == nil {
-		t, err = r.throughput(ctx, cfg, b, 2)
+		t, err = r.throughput(ctx, cfg, b)
 	}
 	return t, errors.Join(err, r.close())
 }
@@ -293,11 +293,11 @@ func (r *rig) submitted(ctx context.Context, cfg Config, s *stub, b *bare, v *Va
 }
 
 // throughput measures rounds of Millrace and of the bare pipeline in turns.
-func (r *rig) throughput(ctx context.Context, cfg Config, b *bare, rounds int) (Throughput, error) {
-	const round = 800 * time.Millisecond
+func (r *rig) throughput(ctx context.Context, cfg Config, b *bare) (Throughput, error) {
+	const round = 1400 * time.Millisecond // of which the last jobs' end, after the last submit, is a small part
 	var jobs, bareJobs int
 	var took, bareTook time.Duration
-	for range rounds {
+	for range 2 {
 		n, d, err := b.run(ctx, cfg.InFlight, cfg.Body, cfg.scaled(round))
 		if err != nil {
 			return Throughput{}, err
@@ -395,7 +395,7 @@ func (r *rig) memory(ctx context.Context, cfg Config, server *redisServer) (m Me
 	if err != nil {
 		return m, err
 	}
-	if m.Jobs, err = r.submit(ctx, cfg, cfg.times(2000), cfg.scaled(3*time.Second)); err != nil {
+	if m.Jobs, err = r.submit(ctx, cfg, cfg.times(2000), cfg.scaled(2*time.Second)); err != nil {
 		return m, err
 	}
 	heapAfter, redisAfter, err := r.held(ctx, server)
