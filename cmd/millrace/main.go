@@ -13,10 +13,6 @@ import (
 )
 
 func main() {
-	if os.Getenv("GOGC") == "" {
-		// Little is kept and much passes through: with Go's own 100 a small heap is collected dozens of times a second, which takes a quarter of the processors.
-		debug.SetGCPercent(300)
-	}
 	cobra.EnableCommandSorting = false // in the order in which they are learnt
 	// The first signal asks; a second one ends the process at once, for then nobody listens any more.
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
