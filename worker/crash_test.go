@@ -233,8 +233,9 @@ func TestRedisAwayWhileRunning(t *testing.T) {
 	}
 	p.wire.mend()
 	e.completed(j)
-	if diff := cmp.Diff([]job.EventKind{job.EventStatus, job.EventToken, job.EventDone}, kinds(e.events(j))); diff != "" {
-		t.Error(diff)
+	events := e.events(j)
+	if diff := cmp.Diff([]job.EventKind{job.EventStatus, job.EventToken, job.EventDone}, kinds(events)); diff != "" || len(events) != 4 {
+		t.Error(diff, len(events))
 	}
 	if rec := e.get(j); eng.of(string(j.ID)) != 1 || len(rec.Attempts) != 1 {
 		t.Errorf("%d calls, record %+v", eng.of(string(j.ID)), rec)

@@ -185,8 +185,8 @@ func (l *eventLog) tellLocked() {
 	l.written = make(chan struct{})
 }
 
-// flush returns when all events are written, a newer attempt has the job, or limit has passed.
-func (l *eventLog) flush(ctx context.Context, limit time.Duration) {
+// flush returns when all events are written, a newer attempt has the job, or limit has passed: then it is false.
+func (l *eventLog) flush(ctx context.Context, limit time.Duration) bool {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	for {
@@ -194,12 +194,12 @@ func (l *eventLog) flush(ctx context.Context, limit time.Duration) {
 		done, written := l.unsent == len(l.kept) || l.fenced, l.written
 		l.mu.Unlock()
 		if done {
-			return
+			return true
 		}
 		select {
 		case <-written:
 		case <-ctx.Done():
-			return
+			return false
 		}
 	}
 }

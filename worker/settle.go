@@ -99,12 +99,15 @@ func (a *attempt) tryWrite(ctx context.Context, r *queue.Record, result []byte) 
 	return a.w.deps.Queue.Settle(ctx, r)
 }
 
-// record takes the steps behind the outcome, trying for a minute: the message stays this worker's meanwhile.
+// record takes the steps behind the outcome, trying for a minute: the message stays this worker's meanwhile. The events go before, for behind the done event there is no place for them.
 func (a *attempt) record(ctx context.Context, stored *queue.Record) bool {
 	patience, cancel := context.WithTimeout(ctx, recordPatience)
 	defer cancel()
 	for wait := 100 * time.Millisecond; ; wait = min(2*wait, 2*time.Second) {
-		err := a.w.settler.Record(patience, stored, a.claim.Token)
+		err := errUnwritten
+		if a.events == nil || a.events.flush(patience, 2*time.Second) {
+			err = a.w.settler.Record(patience, stored, a.claim.Token)
+		}
 		if err == nil {
 			return true
 		}
@@ -116,6 +119,9 @@ func (a *attempt) record(ctx context.Context, stored *queue.Record) bool {
 		}
 	}
 }
+
+// errUnwritten: the store does not take the attempt's last events.
+var errUnwritten = errors.New("events are not written yet")
 
 // dropObjects removes the objects that nobody needs any more: the request's, and our answer's if another outcome was first. What fails here is swept.
 func (a *attempt) dropObjects(ctx context.Context, ours, stored *queue.Record) {

@@ -61,15 +61,9 @@ func (s *Settler) End(ctx context.Context, j *job.Job, rec *results.Record, o jo
 // Finish takes the steps behind a stored outcome, for whoever finds that they are missing.
 func (s *Settler) Finish(ctx context.Context, stored *queue.Record) error {
 	j := &stored.Job
-	var shown job.Token
-	if j.Events && stored.Outcome.Token != 0 {
-		rec, err := s.Results.Get(ctx, j.ID)
-		if err != nil && !errors.Is(err, results.ErrNotFound) {
-			return fmt.Errorf("reading job %s: %w", j.ID, err)
-		}
-		if err == nil {
-			shown = rec.Token
-		}
+	shown, err := s.shown(ctx, stored)
+	if err != nil {
+		return err
 	}
 	if err := s.Record(ctx, stored, shown); err != nil {
 		return err
@@ -81,8 +75,38 @@ func (s *Settler) Finish(ctx context.Context, stored *queue.Record) error {
 	return nil
 }
 
-// Record writes a stored outcome into the record, with the done event, and tells those who wait. shown is the attempt whose events the job's readers have seen last, 0 if that is not known: if the
-// outcome is another attempt's, its text is told in a reset before the end.
+// partly is no attempt's token: readers have seen, or can see, a part of what the outcome tells.
+const partly job.Token = -1
+
+// shown is the attempt whose events the job's readers have seen last, 0 if that is not known, partly if some of the outcome's own events are missing.
+func (s *Settler) shown(ctx context.Context, stored *queue.Record) (job.Token, error) {
+	j, o := &stored.Job, &stored.Outcome
+	if !j.Events || o.Token == 0 {
+		return 0, nil
+	}
+	rec, err := s.Results.Get(ctx, j.ID)
+	switch {
+	case errors.Is(err, results.ErrNotFound): // a wiped store
+	case err != nil:
+		return 0, fmt.Errorf("reading job %s: %w", j.ID, err)
+	case rec.State.Ended() || rec.Token != 0 && rec.Token != o.Token:
+		return rec.Token, nil
+	}
+	if o.LastEvent == 0 {
+		return o.Token, nil
+	}
+	_, span, err := s.Results.Events(ctx, j.ID, 0, 0)
+	if err != nil {
+		return 0, fmt.Errorf("reading the events of job %s: %w", j.ID, err)
+	}
+	if span.Last < o.LastEvent-1 { // the worker died before it had written them all, or they were wiped
+		return partly, nil
+	}
+	return o.Token, nil
+}
+
+// Record writes a stored outcome into the record, with the done event, and tells those who wait. shown is the attempt whose events the job's readers have seen last to their end, 0 if that is not
+// known: if the outcome is another attempt's, its text is told in a reset before the end.
 func (s *Settler) Record(ctx context.Context, stored *queue.Record, shown job.Token) error {
 	j, o := &stored.Job, &stored.Outcome
 	var reset []byte

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"testing"
 	"time"
 
@@ -179,6 +180,52 @@ func TestEndYieldsToTheOutcomeThatWasFirst(t *testing.T) {
 	e.ok(e.Finish(t.Context(), stored)) // once more changes nothing
 	if again := e.get(j); again.Version != rec.Version {
 		t.Error("a repeat changed the record")
+	}
+}
+
+// TestFinishTellsTheTextWhereEventsAreMissing: the attempt wrote its outcome and died before its last events, or the store was wiped.
+func TestFinishTellsTheTextWhereEventsAreMissing(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	for name, c := range map[string]struct {
+		written int64
+		wipe    bool
+		want    []string
+	}{
+		"all are there":   {written: 4, want: []string{"1 status", "2 token", "3 token", "4 token", "5 done"}},
+		"two are missing": {written: 2, want: []string{"1 status", "2 token", "4 reset", "5 done"}},
+		"one is missing":  {written: 3, want: []string{"1 status", "2 token", "3 token", "4 reset", "5 done"}},
+		"wiped":           {written: 2, wipe: true, want: []string{"4 reset", "5 done"}},
+	} {
+		j := e.submit(func(j *job.Job) { j.Events = true })
+		claim := e.claim(j)
+		var events []job.Event
+		for n := int64(2); n <= c.written; n++ {
+			events = append(events, job.Event{N: n, Token: claim.Token, Kind: job.EventToken, Data: []byte(`{}`)})
+		}
+		e.ok(e.Results.Append(t.Context(), j, events))
+		stored, err := e.Queue.Settle(t.Context(), &queue.Record{
+			Job: *j, Outcome: job.Outcome{State: job.Completed, Token: claim.Token, StatusCode: 200, Finished: 1, LastEvent: 5},
+			Result: []byte(`{"choices":[{"index":0,"message":{"content":"all of it"}}]}`),
+		})
+		e.ok(err)
+		if c.wipe {
+			e.redis.Kill()
+			e.redis.Start(t)
+		}
+		e.ok(e.Finish(t.Context(), stored))
+		events, _, err = e.Results.Events(t.Context(), j.ID, 0, 10)
+		e.ok(err)
+		var got []string
+		for _, ev := range events {
+			got = append(got, fmt.Sprint(ev.N, " ", ev.Kind))
+			if ev.Kind == job.EventReset && string(ev.Data) != `{"text":"all of it"}` {
+				t.Errorf("%s: the reset is %s", name, ev.Data)
+			}
+		}
+		if diff := cmp.Diff(c.want, got); diff != "" {
+			t.Errorf("%s: %s", name, diff)
+		}
 	}
 }
 
