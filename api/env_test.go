@@ -681,7 +681,9 @@ func (w *worker) runWork(ctx context.Context, d *queue.Delivery) {
 		w.e.t.Errorf("settle: %v", err)
 		return
 	}
-	if err := w.e.results.Finish(bg, j, &stored.Outcome, stored.Result, nil, nil); err != nil {
+	if err := w.e.results.Finish(bg, j, &stored.Outcome, stored.Result, nil, nil); errors.Is(err, results.ErrUnavailable) {
+		return // the test has taken the store away: the next delivery finds the outcome
+	} else if err != nil {
 		w.e.t.Errorf("finish: %v", err)
 	}
 	w.relay.Bell(j.ID)
