@@ -144,10 +144,20 @@ func TestDeadWorkIsNotRun(t *testing.T) {
 	e.completed(patient)
 	e.completed(first)
 
-	eng.then(reply(500, ""))
-	again := e.submit(e.job(chat("x", ""), func(j *job.Job) { j.QueueTimeout = 50 }))
+	const timeout = 2000
+	var again *job.Job
+	submitted := make(chan struct{})
+	eng.then(func(w http.ResponseWriter, r *http.Request) {
+		<-submitted
+		for e.results.Now() <= again.Created+timeout {
+			time.Sleep(10 * time.Millisecond)
+		}
+		reply(500, "")(w, r)
+	})
+	again = e.submit(e.job(chat("x", ""), func(j *job.Job) { j.QueueTimeout = timeout }))
+	close(submitted)
 	rec := e.await(again)
-	if rec.State != job.Failed || len(rec.Outcome.Attempts) != 5 { // 10+20+40+80 ms of pauses
+	if rec.State != job.Failed || len(rec.Outcome.Attempts) != 5 {
 		t.Errorf("outcome %+v", rec.Outcome)
 	}
 }
