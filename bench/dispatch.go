@@ -121,7 +121,7 @@ var errTime = errors.New("the benchmark did not end in time: is the machine busy
 // timeLimit bounds the whole run.
 const timeLimit = 50 * time.Second
 
-// Dispatch runs the benchmark. It ends within 50 seconds (times Scale).
+// Dispatch runs the benchmark. It ends within 50 seconds, times Scale where that is above 1.
 func Dispatch(ctx context.Context, cfg Config) (*Report, error) {
 	if cfg.InFlight == 0 {
 		cfg.InFlight = 64
@@ -162,31 +162,59 @@ func Dispatch(ctx context.Context, cfg Config) (*Report, error) {
 	return r, nil
 }
 
-func dispatch(ctx context.Context, cfg Config, r *Report) (err error) {
-	cfg.Say("embedded parts")
-	if r.Embedded, err = measureVariant(ctx, cfg, nil); err != nil {
-		return fmt.Errorf("measuring on embedded parts: %w", err)
-	}
+// step is a part of the run and how long it takes on an idle machine, at scale 1.
+type step struct {
+	name  string
+	usual time.Duration
+	run   func(ctx context.Context, cfg Config) error
+}
+
+// dispatch runs all steps. When one took longer than usual, those that follow are shortened: the run ends in time with fewer samples, not without an answer.
+func dispatch(ctx context.Context, cfg Config, r *Report) error {
+	steps := []step{{"embedded parts", 13 * time.Second, func(ctx context.Context, cfg Config) (err error) {
+		r.Embedded, err = measureVariant(ctx, cfg, nil)
+		return err
+	}}}
 	if cfg.RedisServer != "" {
 		server, err := startRedis(ctx, cfg.RedisServer, cfg.Dir)
 		if err != nil {
 			return err
 		}
 		defer server.close()
-		cfg.Say("redis-server " + server.version)
-		if r.Redis, err = measureVariant(ctx, cfg, server); err != nil {
-			return fmt.Errorf("measuring on a real Redis: %w", err)
+		steps = append(steps, step{"redis-server " + server.version, 13 * time.Second, func(ctx context.Context, cfg Config) (err error) {
+			r.Redis, err = measureVariant(ctx, cfg, server)
+			return err
+		}})
+	}
+	steps = append(steps,
+		step{"relaxed durability", 7 * time.Second, func(ctx context.Context, cfg Config) (err error) {
+			r.Relaxed, err = measureRelaxed(ctx, cfg)
+			return err
+		}},
+		step{"time to first token", 4 * time.Second, func(ctx context.Context, cfg Config) (err error) {
+			r.TTFT, err = measureTTFT(ctx, cfg)
+			return err
+		}})
+	for i, s := range steps {
+		cfg.Say(s.name)
+		if err := s.run(ctx, cfg.within(ctx, steps[i:])); err != nil {
+			return fmt.Errorf("measuring %s: %w", s.name, err)
 		}
 	}
-	cfg.Say("relaxed durability")
-	if r.Relaxed, err = measureRelaxed(ctx, cfg); err != nil {
-		return fmt.Errorf("measuring with relaxed durability: %w", err)
-	}
-	cfg.Say("time to first token")
-	if r.TTFT, err = measureTTFT(ctx, cfg); err != nil {
-		return fmt.Errorf("measuring the time to first token: %w", err)
-	}
 	return nil
+}
+
+// within is cfg at a scale at which the steps end before ctx does.
+func (c Config) within(ctx context.Context, steps []step) Config {
+	var usual time.Duration
+	for _, s := range steps {
+		usual += c.scaled(s.usual)
+	}
+	const spare = 5 * time.Second
+	if end, ok := ctx.Deadline(); ok && time.Until(end)-spare < usual {
+		c.Scale *= max(0.1, (time.Until(end)-spare).Seconds()/usual.Seconds())
+	}
+	return c
 }
 
 // limits says of each field of a report what limits it.
