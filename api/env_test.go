@@ -163,7 +163,7 @@ func newEnvOn(t testing.TB, cfg api.Config, qc queue.Config, redisURL ...string)
 	e := &env{t: t, qc: qc, nats: &natsServer{dir: t.TempDir()}}
 	e.nats.start(t)
 	t.Cleanup(e.nats.stop)
-	url := ""
+	var url string
 	if len(redisURL) > 0 {
 		url = redisURL[0]
 	} else {

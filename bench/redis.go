@@ -29,7 +29,7 @@ func startRedis(ctx context.Context, program, dir string) (*redisServer, error) 
 	}
 	addr := l.Addr().String()
 	_ = l.Close()
-	_, port, _ := net.SplitHostPort(addr) //nolint:errcheck // it came from a listener
+	_, port, _ := net.SplitHostPort(addr) // it came from a listener
 	r := &redisServer{
 		cmd: exec.Command(program, "--bind", "127.0.0.1", "--port", port, "--dir", dir, "--save", "", "--appendonly", "no", "--logfile", filepath.Join(dir, "log")),
 		url: "redis://" + addr,

@@ -150,7 +150,7 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 func (d *Dispatcher) beat() cluster.Heartbeat {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	host, _ := os.Hostname() //nolint:errcheck // shown to people only; "" is fine
+	host, _ := os.Hostname() // shown to people only; "" is fine
 	h := cluster.Heartbeat{ID: d.id, Role: cluster.RoleDispatcher, Version: d.deps.Version, Host: host, Started: d.begun.UnixMilli(), Epoch: d.deps.Process, Leader: d.leading}
 	if d.leading {
 		h.Queues = d.queues

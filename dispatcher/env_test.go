@@ -372,7 +372,7 @@ func realRedis(t testing.TB) (*env, func(command string)) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		defer c.Close() //nolint:errcheck // the answer is read
+		defer c.Close() // the answer is read
 		if _, err := io.WriteString(c, command+"\r\n"); err != nil {
 			t.Fatal(err)
 		}

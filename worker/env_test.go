@@ -308,8 +308,8 @@ func (w *wire) accept() {
 }
 
 func (w *wire) copy(to, from net.Conn, forth bool) {
-	defer to.Close()   //nolint:errcheck // the other side sees the end in any case
-	defer from.Close() //nolint:errcheck // likewise
+	defer to.Close() // the other side sees the end in any case
+	defer from.Close() // likewise
 	buf := make([]byte, 64<<10)
 	for {
 		n, err := from.Read(buf)
@@ -594,7 +594,7 @@ func (e *env) object(name string) string {
 	e.Helper()
 	r, err := e.blobs.Get(context.Background(), name)
 	e.ok(err)
-	defer r.Close() //nolint:errcheck // read only
+	defer r.Close() // read only
 	raw, err := io.ReadAll(r)
 	e.ok(err)
 	return string(raw)
@@ -621,7 +621,7 @@ func flushAll(t testing.TB, addr string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer c.Close() //nolint:errcheck // the answer is read
+	defer c.Close() // the answer is read
 	_, err = io.WriteString(c, "FLUSHALL\r\n")
 	answer := make([]byte, 5)
 	if err == nil {

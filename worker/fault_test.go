@@ -171,7 +171,7 @@ func TestEngineThatIsNotReadyChargesNobody(t *testing.T) {
 	eng.setUnready(false)
 	e.completed(loading)
 
-	eng.Listener.Close() //nolint:errcheck // nothing can be reached there any more
+	eng.Listener.Close() // nothing can be reached there any more
 	eng.CloseClientConnections()
 	down := e.submit(e.job(chat("x", "")))
 	e.until("it was tried", func() bool { return e.get(down).Uncharged > 0 || p.Ready() != nil })

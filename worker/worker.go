@@ -69,7 +69,7 @@ func New(cfg Config, deps Deps) (*Worker, error) {
 	if err := deps.check(); err != nil {
 		return nil, err
 	}
-	host, _ := os.Hostname() //nolint:errcheck // only to be shown; a worker without a name of its own is refused below
+	host, _ := os.Hostname() // only to be shown; a worker without a name of its own is refused below
 	if err := cfg.complete(host); err != nil {
 		return nil, err
 	}

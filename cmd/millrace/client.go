@@ -158,9 +158,9 @@ func queued(comment string) *client.Queue {
 		case "reason":
 			q.Reason = value
 		case "position":
-			q.Position, _ = strconv.Atoi(value) //nolint:errcheck // 0 is not shown
+			q.Position, _ = strconv.Atoi(value) // 0 is not shown
 		case "eta":
-			q.ETASeconds, _ = strconv.ParseFloat(value, 64) //nolint:errcheck // 0 is not shown
+			q.ETASeconds, _ = strconv.ParseFloat(value, 64) // 0 is not shown
 		}
 	}
 	return &q

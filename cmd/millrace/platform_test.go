@@ -197,7 +197,7 @@ func free(t *testing.T) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close() //nolint:errcheck // nothing was taken from it
+	defer l.Close() // nothing was taken from it
 	return l.Addr().String()
 }
 

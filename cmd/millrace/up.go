@@ -154,7 +154,7 @@ func (f *upFlags) greet(ctx context.Context, w io.Writer, pf *platform.Platform,
 	}
 	var models []job.Model
 	if c, err := client.New(client.Config{URL: pf.URL(), APIKey: f.api.APIKey}); err == nil {
-		models, _ = servedModels(ctx, c) //nolint:errcheck // the text then shows how a model's name is written
+		models, _ = servedModels(ctx, c) // the text then shows how a model's name is written
 		c.CloseIdleConnections()
 	}
 	fmt.Fprint(w, f.greeting(pf.URL(), metrics, models, engines, problem)) //nolint:errcheck // the platform runs all the same

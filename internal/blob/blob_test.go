@@ -152,7 +152,7 @@ func get(t testing.TB, s blob.Store, name string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer r.Close() //nolint:errcheck // only read
+	defer r.Close() // only read
 	return io.ReadAll(r)
 }
 
@@ -339,7 +339,7 @@ func TestObjectStoreAwayIsUnavailable(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer r.Close() //nolint:errcheck // only read
+	defer r.Close() // only read
 	n.Shutdown()
 	if _, err := io.ReadAll(r); !errors.Is(err, blob.ErrUnavailable) {
 		t.Errorf("reading on: %v, want ErrUnavailable", err)

@@ -26,7 +26,7 @@ func lock(dir string) (unlock func(), err error) {
 		return nil, fmt.Errorf("locking the data folder: %w: name another with --data", err)
 	}
 	if err := tryLock(f); err != nil {
-		holder, _ := io.ReadAll(io.LimitReader(f, 32)) //nolint:errcheck // only to say more
+		holder, _ := io.ReadAll(io.LimitReader(f, 32)) // only to say more
 		_ = f.Close()
 		if !errors.Is(err, errLocked) {
 			return nil, fmt.Errorf("locking the data folder %s: %w: name another with --data", dir, err)

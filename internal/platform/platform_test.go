@@ -64,7 +64,7 @@ func TestNothingIsLeftOfAPlatformThatCannotStart(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer l.Close() //nolint:errcheck // nothing was taken from it
+	defer l.Close() // nothing was taken from it
 	cfg := config(t)
 	cfg.API.Listen = l.Addr().String()
 	if _, err := platform.New(t.Context(), cfg, prometheus.NewRegistry(), testenv.Log(t)); err == nil {

@@ -80,7 +80,7 @@ func cluster(t testing.TB) string {
 	_ = bus.Close()
 	server := testenv.Redis(t, "--cluster-enabled", "yes", "--cluster-port", port)
 	c := redis.NewClient(&redis.Options{Addr: server.Addr})
-	defer c.Close() //nolint:errcheck // nothing was written that could be lost
+	defer c.Close() // nothing was written that could be lost
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 	defer cancel()
 	if err := c.ClusterAddSlotsRange(ctx, 0, 16383).Err(); err != nil {

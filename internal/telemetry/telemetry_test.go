@@ -78,7 +78,7 @@ func get(t *testing.T, url string) (int, string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer resp.Body.Close() //nolint:errcheck // read to its end
+	defer resp.Body.Close() // read to its end
 	b, err := io.ReadAll(resp.Body)
 	if err != nil {
 		t.Fatal(err)

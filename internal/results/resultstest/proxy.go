@@ -59,8 +59,8 @@ func (p *Proxy) accept() {
 
 // copy forwards what from says to to, until either closes or drop tells to lose a piece.
 func (p *Proxy) copy(to, from net.Conn, drop func() bool) {
-	defer to.Close()   //nolint:errcheck // the other side sees the end in any case
-	defer from.Close() //nolint:errcheck // likewise
+	defer to.Close() // the other side sees the end in any case
+	defer from.Close() // likewise
 	buf := make([]byte, 64<<10)
 	for {
 		n, err := from.Read(buf)
