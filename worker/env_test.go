@@ -308,7 +308,7 @@ func (w *wire) accept() {
 }
 
 func (w *wire) copy(to, from net.Conn, forth bool) {
-	defer to.Close() // the other side sees the end in any case
+	defer to.Close()   // the other side sees the end in any case
 	defer from.Close() // likewise
 	buf := make([]byte, 64<<10)
 	for {

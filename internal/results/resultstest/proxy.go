@@ -59,7 +59,7 @@ func (p *Proxy) accept() {
 
 // copy forwards what from says to to, until either closes or drop tells to lose a piece.
 func (p *Proxy) copy(to, from net.Conn, drop func() bool) {
-	defer to.Close() // the other side sees the end in any case
+	defer to.Close()   // the other side sees the end in any case
 	defer from.Close() // likewise
 	buf := make([]byte, 64<<10)
 	for {
