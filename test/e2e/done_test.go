@@ -173,7 +173,7 @@ func workEmpty(t testing.TB, nc *nats.Conn) {
 	eventually(t, patience, "the streams hold no work", func() error {
 		for _, name := range []string{"WORK_" + model, "LIVE_" + model} {
 			if n, err := held(nc, name); err != nil || n > 0 {
-				return fmt.Errorf("%s holds %d messages: %v", name, n, err)
+				return fmt.Errorf("%s holds %d messages: %w", name, n, err)
 			}
 		}
 		return nil

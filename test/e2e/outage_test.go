@@ -4,7 +4,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/http"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 )
@@ -87,7 +89,7 @@ func TestRequestsWhileTheQueueIsAwayAreRefused(t *testing.T) {
 				eventually(t, patience, "a submit is taken again", func() error {
 					a, err := d.api.send("POST", "/v1/jobs", submission(chat(marked("tokens=5", 200+i), ""), ""), "Idempotency-Key", fmt.Sprint("after-", i))
 					if err != nil || a.status != http.StatusAccepted {
-						return fmt.Errorf("%v %+v", err, a)
+						return fmt.Errorf("%w %+v", err, a)
 					}
 					after[i] = idOf(t, a)
 					return nil
@@ -99,7 +101,7 @@ func TestRequestsWhileTheQueueIsAwayAreRefused(t *testing.T) {
 				eventually(t, patience, "a cut request is taken again", func() error {
 					a, err := d.api.send("POST", "/v1/jobs", contentOf(i), "Idempotency-Key", fmt.Sprint("cut-", i))
 					if err != nil || a.status != http.StatusAccepted {
-						return fmt.Errorf("%v %+v", err, a)
+						return fmt.Errorf("%w %+v", err, a)
 					}
 					id = idOf(t, a)
 					return nil
@@ -110,7 +112,7 @@ func TestRequestsWhileTheQueueIsAwayAreRefused(t *testing.T) {
 				cut[i] = id
 			}
 			nc := connect(t, d.natsURL())
-			exactlyOnce(t, nc, d.api.client, 2*patience, append(cut, before)...)
+			exactlyOnce(t, nc, d.api.client, 2*patience, slices.Concat(cut, []string{before})...)
 			workEmpty(t, nc)
 			known := map[string]bool{before: true}
 			for _, id := range append(append([]string(nil), cut...), after...) {
@@ -124,6 +126,69 @@ func TestRequestsWhileTheQueueIsAwayAreRefused(t *testing.T) {
 			d.engine.once(t, cut...)
 		})
 	}
+}
+
+// TestAPIKilledWhileItAccepts: the API dies under many submits. What it had promised is kept, and of what it had begun a retry with the same key makes one job.
+func TestAPIKilledWhileItAccepts(t *testing.T) {
+	t.Parallel()
+	d := deploy(t, 8)
+	accepted := make([]string, 200)
+	contentOf := func(i int) []byte { return submission(chat(marked("tokens=3", i), ""), "") }
+	post := func(i int) (string, error) {
+		a, err := d.api.send("POST", "/v1/jobs", contentOf(i), "Idempotency-Key", fmt.Sprint("accept-", i))
+		switch {
+		case err != nil:
+			return "", fmt.Errorf("%w: %w", errNotYet, err)
+		case a.status == http.StatusServiceUnavailable:
+			return "", errNotYet
+		case a.status != http.StatusAccepted:
+			return "", fatalError{fmt.Errorf("it answers %d: %s", a.status, a.body)}
+		}
+		return idOf(t, a), nil
+	}
+	var wg sync.WaitGroup
+	var answered atomic.Int32
+	die := make(chan struct{})
+	slots := make(chan struct{}, 32)
+	for i := range accepted {
+		wg.Go(func() {
+			slots <- struct{}{}
+			defer func() { <-slots }()
+			accepted[i], _ = post(i) // those that fail are sent again below
+			if answered.Add(1) == 60 {
+				close(die)
+			}
+		})
+	}
+	<-die
+	d.api.kill()
+	wg.Wait()
+	d.api.start()
+	known := map[string]bool{}
+	for i, id := range accepted {
+		var again string
+		eventually(t, patience, "a submit is taken again", func() (err error) {
+			again, err = post(i)
+			return err
+		})
+		if id != "" && id != again {
+			t.Errorf("request %d was job %s, and with the same key it is %s", i, id, again)
+		}
+		accepted[i] = again
+		known[again] = true
+	}
+	if len(known) != len(accepted) {
+		t.Errorf("%d requests made %d jobs", len(accepted), len(known))
+	}
+	nc := connect(t, d.natsURL())
+	exactlyOnce(t, nc, d.api.client, patience, accepted...)
+	workEmpty(t, nc)
+	for _, c := range d.engine.all() {
+		if !known[c.job] {
+			t.Errorf("the engine was called for %s, of which no client knows", c.job)
+		}
+	}
+	d.engine.once(t, accepted...)
 }
 
 // TestRolesStartBeforeTheirServers: every role is there before NATS and Redis are, and joins when they come.

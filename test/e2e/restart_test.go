@@ -3,6 +3,7 @@ package e2e_test
 import (
 	"fmt"
 	"net/http"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -158,7 +159,7 @@ func TestQueueRestartedOverAndOver(t *testing.T) {
 		eventually(t, 15*time.Second, "a new job is run", func() error {
 			a, err := d.api.send("POST", "/v1/chat/completions", chat(marked("tokens=2", 10_000+round), ""), "X-Millrace-Priority", "interactive")
 			if err != nil || a.status != http.StatusOK {
-				return fmt.Errorf("%v %+v", err, a)
+				return fmt.Errorf("%w %+v", err, a)
 			}
 			return nil
 		})
@@ -193,7 +194,7 @@ func TestKilledAPIEndsTheCallsThatItHeld(t *testing.T) {
 	nc := connect(t, d.natsURL())
 	eventually(t, patience, "both calls are queued", func() error {
 		if n, err := held(nc, "LIVE_"+model); n != 2 {
-			return fmt.Errorf("%d are: %v", n, err)
+			return fmt.Errorf("%d are: %w", n, err)
 		}
 		return nil
 	})
@@ -260,5 +261,30 @@ func TestFrozenLeaderIsReplaced(t *testing.T) {
 	settled(t, exactlyOnce(t, nc, d.api.client, patience, flatten(ids)...), ids)
 	d.engine.once(t, ids["queued"]...)
 	d.engine.never(t, ids["expired"]...)
+	workEmpty(t, nc)
+}
+
+// TestPowerCut kills everything at once, the servers too, and starts it again in no order.
+func TestPowerCut(t *testing.T) {
+	t.Parallel()
+	const slots = 12
+	d := deploy(t, slots)
+	ids := populate(t, d.api.client, d.engine, slots)
+	all := []*process{d.nats, d.api.process, d.dispatcher, d.worker}
+	for _, p := range all {
+		p.signal(os.Kill)
+	}
+	d.redis.Kill()
+	for _, p := range all {
+		p.wait()
+	}
+	d.engine.open()
+	d.redis.Start(t)
+	d.startAll(d.worker, d.dispatcher, d.api.process, d.nats)
+	nc := connect(t, d.natsURL())
+	settled(t, exactlyOnce(t, nc, d.api.client, 2*patience, flatten(ids)...), ids)
+	d.engine.once(t, ids["completed"]...)
+	d.engine.once(t, ids["queued"]...)
+	d.engine.never(t, append(ids["expired"], ids["cancelled"]...)...)
 	workEmpty(t, nc)
 }

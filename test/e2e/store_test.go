@@ -30,7 +30,7 @@ func TestWipedStoreLosesNoJobAndNoResult(t *testing.T) {
 	for i, id := range slow {
 		readers[i] = d.api.mustEvents(id, 0)
 		defer readers[i].close()
-		for n := 0; n < 5; n++ {
+		for range 5 {
 			e, err := readers[i].next()
 			if err != nil {
 				t.Fatal(err)
@@ -154,7 +154,9 @@ func TestStoreThatIsAwayIsUnavailableAndNeverNotFound(t *testing.T) {
 		away.begin()
 		calls := len(d.engine.all())
 		for _, r := range []struct{ method, path, body string }{
-			{"GET", "/v1/jobs/" + done, ""}, {"GET", "/v1/jobs/" + running, ""}, {"GET", "/v1/jobs", ""},
+			{"GET", "/v1/jobs/" + done, ""},
+			{"GET", "/v1/jobs/" + running, ""},
+			{"GET", "/v1/jobs", ""},
 			{"POST", "/v1/jobs", string(submission(chat("[[emulator:tokens=5]] while it is "+away.name, ""), ""))},
 		} {
 			a, err := d.api.send(r.method, r.path, []byte(r.body), "Idempotency-Key", "while-"+away.name)

@@ -91,7 +91,7 @@ func TestCutStreamResumesByteForByte(t *testing.T) {
 	}
 
 	// When it has ended, over an API that is killed and started again each time.
-	for k := range len(whole) {
+	for k := range whole {
 		between := func() {}
 		if k == 3 || k == len(whole)-1 {
 			between = d.api.restart
