@@ -42,6 +42,8 @@ func TestEverythingBreaksInTurn(t *testing.T) {
 		}
 	}
 	var load sync.WaitGroup
+	end := sync.OnceFunc(func() { close(stop); load.Wait() })
+	defer end()
 	var mu sync.Mutex // guards what follows
 	var ids []string
 	heard := map[string][]event{}
@@ -118,8 +120,7 @@ func TestEverythingBreaksInTurn(t *testing.T) {
 		b.f()
 		time.Sleep(time.Duration(random.Int64N(int64(800 * time.Millisecond)))) // chaos keeps no time
 	}
-	close(stop)
-	load.Wait()
+	end()
 	if t.Failed() {
 		return
 	}

@@ -26,8 +26,13 @@ const (
 // program is the path of the millrace binary under test.
 var program string
 
-// most tests wait for processes and hardly compute, so more of them run at once than there are processors.
-const atOnce = "8"
+// atOnce is how many tests run at once: most wait for processes and hardly compute. Under the race detector everything takes several times the memory.
+func atOnce() string {
+	if raceEnabled {
+		return "3"
+	}
+	return "8"
+}
 
 func TestMain(m *testing.M) {
 	if addr := os.Getenv(natsListen); addr != "" {
@@ -38,7 +43,7 @@ func TestMain(m *testing.M) {
 	parallel := false
 	flag.Visit(func(f *flag.Flag) { parallel = parallel || f.Name == "test.parallel" })
 	if !parallel {
-		if err := flag.Set("test.parallel", atOnce); err != nil {
+		if err := flag.Set("test.parallel", atOnce()); err != nil {
 			fatal(err)
 		}
 	}

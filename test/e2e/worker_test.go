@@ -13,7 +13,7 @@ import (
 	"github.com/millrace/millrace/internal/engine/emulator"
 )
 
-// TestWorkersKilledEverySecondLoseNoJob: 64 jobs, four workers, a kill -9 each second.
+// TestWorkersKilledEverySecondLoseNoJob: 64 jobs, four workers, a kill -9 each second, until all has ended or each was killed four times: on a slow machine a worker hardly lives for a second.
 func TestWorkersKilledEverySecondLoseNoJob(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t)
@@ -27,10 +27,12 @@ func TestWorkersKilledEverySecondLoseNoJob(t *testing.T) {
 	ids := api.submitMany(64, "", func(i int) string { return marked("tokens=12,token-delay=50ms", i) })
 	stop := make(chan struct{})
 	var killer sync.WaitGroup
+	end := sync.OnceFunc(func() { close(stop); killer.Wait() })
+	defer end()
 	killer.Go(func() {
 		tick := time.NewTicker(time.Second)
 		defer tick.Stop()
-		for i := 0; ; i++ {
+		for i := range 4 * len(workers) {
 			select {
 			case <-tick.C:
 				p := workers[i%len(workers)]
@@ -42,8 +44,7 @@ func TestWorkersKilledEverySecondLoseNoJob(t *testing.T) {
 		}
 	})
 	jobs := api.ended(2*patience, ids...)
-	close(stop)
-	killer.Wait()
+	end()
 	nc := connect(t, c.natsURL())
 	exactlyOnce(t, nc, api.client, patience, ids...)
 	if n := len(outcomes(t, nc)); n != len(ids) {
