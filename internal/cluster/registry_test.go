@@ -2,6 +2,8 @@ package cluster_test
 
 import (
 	"fmt"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -170,7 +172,9 @@ func TestWhoDiesWhenAndAtWhoseCharge(t *testing.T) {
 					r.Judge(now, now)
 					continue
 				}
-				for _, d := range r.Judge(now, at(row.elected)) {
+				deaths := r.Judge(now, at(row.elected))
+				slices.SortFunc(deaths, func(a, b cluster.Death) int { return strings.Compare(a.ID, b.ID) }) // those of one moment have no order
+				for _, d := range deaths {
 					mark := ""
 					if d.Charged {
 						mark += "!"

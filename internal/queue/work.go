@@ -45,6 +45,10 @@ func (q *Queue) Enqueue(ctx context.Context, kind Kind, lane Lane, m *Message) e
 		return err
 	}
 	model := q.model(m.Job.Model)
+	// "No responders" tells of a missing stream only while nobody else listens to its subjects, as somebody who watches all of them does.
+	if err := q.EnsureModel(ctx, m.Job.Model); err != nil {
+		return fmt.Errorf("enqueueing job %s: %w", m.Job.ID, err)
+	}
 	e := &envelope{
 		stream:  model.stream(kind),
 		subject: model.prefix(kind) + string(m.Job.Class) + "." + lane.token() + "." + token(string(m.Job.ID)),

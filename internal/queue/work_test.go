@@ -50,6 +50,20 @@ func TestJobComesAsItWasQueued(t *testing.T) {
 	}
 }
 
+// TestOnlookersHideNoMissingStream: who watches all subjects answers for streams that are not there yet, as far as "no responders" goes.
+func TestOnlookersHideNoMissingStream(t *testing.T) {
+	t.Parallel()
+	q, nc := fresh(t, queue.Config{})
+	sub, err := nc.SubscribeSync(">")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = sub.Unsubscribe() }() // the connection goes with the test
+	for _, kind := range []queue.Kind{queue.Work, queue.Live} {
+		enqueue(t, q, kind, queue.AnyLane, newMessage(job.Standard))
+	}
+}
+
 func TestBlobJobHasNoBody(t *testing.T) {
 	t.Parallel()
 	q, _ := fresh(t, queue.Config{})
