@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -61,10 +62,22 @@ func (b *bare) store(ctx context.Context, body []byte) (time.Duration, error) {
 	return time.Since(sent), nil
 }
 
+// patience is how long after a round its last jobs are waited for. A delivery that the server believes delivered comes again only after its ack wait; it is left out.
+const patience = 2 * time.Second
+
 // run keeps `inFlight` jobs of about size bytes in flight for the duration, and returns how many ended, and in what time.
 func (b *bare) run(ctx context.Context, inFlight, size int, length time.Duration) (int, time.Duration, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
+	round, over := context.WithTimeout(ctx, length+patience)
+	defer over()
+	fail := func(err error) {
+		if round.Err() == nil {
+			cancel(err)
+		}
+	}
+	begun := time.Now()
+	base := begun.UnixNano() // of this round's job numbers
 	body := request(0, size)
 	ended := make([]chan struct{}, inFlight) // by slot
 	for i := range ended {
@@ -73,50 +86,50 @@ func (b *bare) run(ctx context.Context, inFlight, size int, length time.Duration
 	var outcomes sync.WaitGroup
 	consuming, err := b.consumer.Consume(func(m jetstream.Msg) {
 		outcomes.Go(func() {
-			var slot, n int
-			if _, err := fmt.Sscanf(m.Subject(), "bench.work.%d.%d", &slot, &n); err != nil || slot >= len(ended) {
-				_ = m.Ack() // of a run that broke off
+			var slot int
+			var n int64
+			if _, err := fmt.Sscanf(m.Subject(), "bench.work.%d.%d", &slot, &n); err != nil || slot >= len(ended) || n < base {
+				_ = m.Ack() // of an earlier round
 				return
 			}
-			if _, err := b.js.Publish(ctx, fmt.Sprintf("bench.done.%d.%d", slot, n), body, jetstream.WithExpectLastSequencePerSubject(0)); err != nil {
-				cancel(fmt.Errorf("storing an outcome: %w", err))
+			if _, err := b.js.Publish(round, fmt.Sprintf("bench.done.%d.%d", slot, n), body, jetstream.WithExpectLastSequencePerSubject(0)); err != nil {
+				fail(fmt.Errorf("storing an outcome: %w", err))
 				return
 			}
 			if err := m.Ack(); err != nil {
-				cancel(fmt.Errorf("acknowledging: %w", err))
+				fail(fmt.Errorf("acknowledging: %w", err))
 				return
 			}
-			ended[slot] <- struct{}{}
+			ended[slot] <- struct{}{} // one job a slot is in flight: there is room
 		})
 	}, jetstream.PullMaxMessages(inFlight))
 	if err != nil {
 		return 0, 0, fmt.Errorf("pulling: %w", err)
 	}
-	begun := time.Now()
-	base := begun.UnixNano()
-	counts := make([]int, inFlight)
+	counts, last := make([]int, inFlight), make([]time.Duration, inFlight)
 	var slots sync.WaitGroup
 	for slot := range inFlight {
 		slots.Go(func() {
-			for n := 0; time.Since(begun) < length; n++ {
-				subject := fmt.Sprintf("bench.work.%d.%d", slot, base+int64(n))
-				if _, err := b.js.Publish(ctx, subject, body, jetstream.WithExpectLastSequencePerSubject(0)); err != nil {
-					cancel(fmt.Errorf("publishing: %w", err))
+			for n := int64(0); time.Since(begun) < length; n++ {
+				subject := fmt.Sprintf("bench.work.%d.%d", slot, base+n)
+				if _, err := b.js.Publish(round, subject, body, jetstream.WithExpectLastSequencePerSubject(0)); err != nil {
+					fail(fmt.Errorf("publishing: %w", err))
 					return
 				}
 				select {
 				case <-ended[slot]:
 					counts[slot]++
-				case <-ctx.Done():
+					last[slot] = time.Since(begun)
+				case <-round.Done():
 					return
 				}
 			}
 		})
 	}
 	slots.Wait()
-	took := time.Since(begun)
 	consuming.Stop()
 	<-consuming.Closed()
+	over()
 	outcomes.Wait()
 	total := 0
 	for _, n := range counts {
@@ -125,5 +138,8 @@ func (b *bare) run(ctx context.Context, inFlight, size int, length time.Duration
 	if err := context.Cause(ctx); err != nil {
 		return 0, 0, fmt.Errorf("running the bare pipeline: %w", err)
 	}
-	return total, took, nil
+	if total == 0 {
+		return 0, 0, errors.New("running the bare pipeline: no job ended")
+	}
+	return total, slices.Max(last), nil
 }

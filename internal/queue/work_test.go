@@ -473,7 +473,7 @@ func TestMoveNeverLeavesTheJobWithoutACopy(t *testing.T) {
 	t.Run("stored in a batch", func(t *testing.T) {
 		t.Parallel()
 		q, nc := fresh(t, queue.Config{})
-		many := make([]*queue.Message, 100)
+		many := make([]*queue.Message, 400) // so many at once that some surely wait for each other
 		var wg sync.WaitGroup
 		for i := range many {
 			many[i] = newMessage(job.Batch)
