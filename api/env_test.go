@@ -32,12 +32,11 @@ import (
 
 func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(
-		m,
-		// Connections of clients that a test has cut end a moment later.
-		goleak.IgnoreTopFunction("net/http.(*persistConn).readLoop"), goleak.IgnoreTopFunction("net/http.(*persistConn).writeLoop"),
-		// A NATS server that is stopped while it creates a stream leaves that stream's goroutines behind.
-		goleak.IgnoreTopFunction("github.com/nats-io/nats-server/v2/server.(*fileStore).flushStreamStateLoop"),
-		goleak.IgnoreTopFunction("github.com/nats-io/nats-server/v2/server/ats.Register.func1"),
+		m, append(
+			testenv.NATSLeaves(),
+			// Connections of clients that a test has cut end a moment later.
+			goleak.IgnoreTopFunction("net/http.(*persistConn).readLoop"), goleak.IgnoreTopFunction("net/http.(*persistConn).writeLoop"),
+		)...,
 	)
 }
 

@@ -11,7 +11,7 @@ import (
 	"github.com/millrace/millrace/internal/testenv"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testenv.NATSLeaves()...) }
 
 // TestDispatchFillsItsReport runs all measurements, much shortened: what they find on a busy machine is nobody's business here.
 func TestDispatchFillsItsReport(t *testing.T) {

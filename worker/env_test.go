@@ -31,7 +31,7 @@ import (
 	"github.com/millrace/millrace/worker"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testenv.NATSLeaves()...) }
 
 const (
 	model job.Model = "emulator-test"

@@ -12,12 +12,16 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/millrace/millrace/internal/testenv"
 )
 
 func TestMain(m *testing.M) {
-	goleak.VerifyTestMain(m,
+	goleak.VerifyTestMain(m, append(
+		testenv.NATSLeaves(),
 		// Both are of cleaners that some library starts once for a whole process.
-		goleak.IgnoreAnyFunction("net/http.(*persistConn).readLoop"), goleak.IgnoreAnyFunction("net/http.(*persistConn).writeLoop"))
+		goleak.IgnoreAnyFunction("net/http.(*persistConn).readLoop"), goleak.IgnoreAnyFunction("net/http.(*persistConn).writeLoop"),
+	)...)
 }
 
 // screen collects what a command prints; it may be read meanwhile.

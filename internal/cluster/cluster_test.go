@@ -22,7 +22,7 @@ import (
 	"github.com/millrace/millrace/internal/testenv"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testenv.NATSLeaves()...) }
 
 // quick has short periods that a loaded machine still keeps.
 var quick = cluster.Config{Beat: 100 * time.Millisecond, Silence: time.Second}

@@ -19,7 +19,7 @@ import (
 	"github.com/millrace/millrace/worker"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testenv.NATSLeaves()...) }
 
 func config(t *testing.T) platform.Config {
 	t.Helper()

@@ -18,7 +18,7 @@ import (
 	"github.com/millrace/millrace/internal/testenv"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testenv.NATSLeaves()...) }
 
 const model job.Model = "meta-llama/Llama 3.1:8b"
 

@@ -17,7 +17,7 @@ import (
 	"github.com/millrace/millrace/internal/testenv"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testenv.NATSLeaves()...) }
 
 // server is a NATS server that can be stopped and started again, and that connections find again.
 type server struct {

@@ -21,7 +21,7 @@ import (
 	"github.com/millrace/millrace/internal/testenv"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testenv.NATSLeaves()...) }
 
 // env is a Settler on real stores.
 type env struct {

@@ -41,12 +41,7 @@ func TestMain(m *testing.M) {
 			panic(err)
 		}
 	}
-	goleak.VerifyTestMain(
-		m,
-		// A NATS server that is stopped while it creates a stream leaves that stream's goroutines behind.
-		goleak.IgnoreTopFunction("github.com/nats-io/nats-server/v2/server.(*fileStore).flushStreamStateLoop"),
-		goleak.IgnoreTopFunction("github.com/nats-io/nats-server/v2/server/ats.Register.func1"),
-	)
+	goleak.VerifyTestMain(m, testenv.NATSLeaves()...)
 }
 
 // model has a name with a slash, as most models have.
