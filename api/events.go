@@ -104,6 +104,11 @@ func (s *Server) readEvents(ctx context.Context, v **view, after int64) (page, e
 			return page{}, err
 		}
 		*v = latest
+		if len(events) == 0 && latest.ended() { // it may have ended between the two looks; what the stream has now is all that it will have
+			if events, span, err = s.deps.Results.Events(ctx, id, after, eventPage); err != nil {
+				return page{}, fmt.Errorf("reading the last events of job %s: %w", id, err)
+			}
+		}
 	}
 	return page{events, span}, nil
 }
