@@ -4,7 +4,8 @@ import (
 	"bytes"
 	"iter"
 	"strconv"
-	"strings"
+
+	"github.com/millrace/millrace/internal/job"
 )
 
 // The scanner walks JSON text that json.Valid has passed, without spaces around it, so it needs no syntax checks of its own. What it yields are parts of that text.
@@ -12,18 +13,18 @@ import (
 // members yields the members of an object: each key without its quotes and its escapes as they stand (engines write no key with any), and the value's text.
 func members(raw []byte) iter.Seq2[[]byte, []byte] {
 	return func(yield func(key, value []byte) bool) {
-		i := skipSpace(raw, 1)
+		i := job.SkipSpace(raw, 1)
 		for raw[i] != '}' {
-			keyEnd := skipString(raw, i)
+			keyEnd := job.SkipString(raw, i)
 			key := raw[i+1 : keyEnd-1]
-			i = skipSpace(raw, keyEnd)
-			i = skipSpace(raw, i+1) // behind the colon
-			end := skipValue(raw, i)
+			i = job.SkipSpace(raw, keyEnd)
+			i = job.SkipSpace(raw, i+1) // behind the colon
+			end := job.SkipValue(raw, i)
 			if !yield(key, raw[i:end]) {
 				return
 			}
-			if i = skipSpace(raw, end); raw[i] == ',' {
-				i = skipSpace(raw, i+1)
+			if i = job.SkipSpace(raw, end); raw[i] == ',' {
+				i = job.SkipSpace(raw, i+1)
 			}
 		}
 	}
@@ -32,14 +33,14 @@ func members(raw []byte) iter.Seq2[[]byte, []byte] {
 // elements yields the elements of an array.
 func elements(raw []byte) iter.Seq[[]byte] {
 	return func(yield func(element []byte) bool) {
-		i := skipSpace(raw, 1)
+		i := job.SkipSpace(raw, 1)
 		for raw[i] != ']' {
-			end := skipValue(raw, i)
+			end := job.SkipValue(raw, i)
 			if !yield(raw[i:end]) {
 				return
 			}
-			if i = skipSpace(raw, end); raw[i] == ',' {
-				i = skipSpace(raw, i+1)
+			if i = job.SkipSpace(raw, end); raw[i] == ',' {
+				i = job.SkipSpace(raw, i+1)
 			}
 		}
 	}
@@ -71,46 +72,3 @@ func carries(raw []byte) bool {
 }
 
 func isNull(raw []byte) bool { return raw[0] == 'n' }
-
-func skipSpace(raw []byte, i int) int {
-	for raw[i] == ' ' || raw[i] == '\t' || raw[i] == '\n' || raw[i] == '\r' {
-		i++
-	}
-	return i
-}
-
-// skipString returns the index behind the string that begins at i.
-func skipString(raw []byte, i int) int {
-	for i++; raw[i] != '"'; i++ {
-		if raw[i] == '\\' {
-			i++
-		}
-	}
-	return i + 1
-}
-
-// skipValue returns the index behind the value that begins at i.
-func skipValue(raw []byte, i int) int {
-	depth := 0
-	for {
-		switch raw[i] {
-		case '"':
-			i = skipString(raw, i)
-		case '{', '[':
-			depth++
-			i++
-		case '}', ']':
-			depth--
-			i++
-		case ' ', '\t', '\n', '\r', ',', ':':
-			i++
-		default: // a number, true, false or null: it ends where the text around it goes on
-			for i < len(raw) && strings.IndexByte(",:]} \t\n\r", raw[i]) < 0 {
-				i++
-			}
-		}
-		if depth == 0 {
-			return i
-		}
-	}
-}

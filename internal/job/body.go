@@ -36,31 +36,31 @@ func ParseObject(raw []byte) (*Object, error) {
 		}
 		return nil, errors.New("not valid JSON")
 	}
-	i := skipSpace(raw, 0)
+	i := SkipSpace(raw, 0)
 	if raw[i] != '{' {
 		return nil, ErrNotObject
 	}
 	o := &Object{raw: raw, open: i}
-	i = skipSpace(raw, i+1)
+	i = SkipSpace(raw, i+1)
 	for raw[i] != '}' {
 		f := Field{start: i}
-		keyEnd := skipString(raw, i)
+		keyEnd := SkipString(raw, i)
 		key := raw[i:keyEnd]
 		if bytes.IndexByte(key, '\\') < 0 {
 			f.Key = string(key[1 : len(key)-1])
 		} else if err := json.Unmarshal(key, &f.Key); err != nil {
 			return nil, fmt.Errorf("reading a key: %w", err)
 		}
-		i = skipSpace(raw, keyEnd) // at ':'
-		i = skipSpace(raw, i+1)    // at the value
+		i = SkipSpace(raw, keyEnd) // at ':'
+		i = SkipSpace(raw, i+1)    // at the value
 		f.valueStart = i
-		i = skipValue(raw, i)
+		i = SkipValue(raw, i)
 		f.end = i
 		f.Value = raw[f.valueStart:f.end]
 		o.Fields = append(o.Fields, f)
-		i = skipSpace(raw, i)
+		i = SkipSpace(raw, i)
 		if raw[i] == ',' {
-			i = skipSpace(raw, i+1)
+			i = SkipSpace(raw, i+1)
 		}
 	}
 	return o, nil
@@ -201,17 +201,18 @@ func SetPlain(body []byte) ([]byte, error) {
 	return RemoveField(body, "stream_options")
 }
 
-// The skip functions walk text that json.Valid has passed, so they need no bounds or syntax checks of their own.
+// The Skip functions walk text that json.Valid has passed, so they need no bounds or syntax checks of their own.
 
-func skipSpace(raw []byte, i int) int {
+// SkipSpace returns the index of the first byte from i on that is no white space.
+func SkipSpace(raw []byte, i int) int {
 	for i < len(raw) && (raw[i] == ' ' || raw[i] == '\t' || raw[i] == '\n' || raw[i] == '\r') {
 		i++
 	}
 	return i
 }
 
-// skipString returns the index behind the string that begins at i.
-func skipString(raw []byte, i int) int {
+// SkipString returns the index behind the string that begins at i.
+func SkipString(raw []byte, i int) int {
 	for i++; raw[i] != '"'; i++ {
 		if raw[i] == '\\' {
 			i++
@@ -220,13 +221,13 @@ func skipString(raw []byte, i int) int {
 	return i + 1
 }
 
-// skipValue returns the index behind the value that begins at i.
-func skipValue(raw []byte, i int) int {
+// SkipValue returns the index behind the value that begins at i.
+func SkipValue(raw []byte, i int) int {
 	depth := 0
 	for {
 		switch raw[i] {
 		case '"':
-			i = skipString(raw, i)
+			i = SkipString(raw, i)
 		case '{', '[':
 			depth++
 			i++
