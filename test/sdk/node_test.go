@@ -230,8 +230,10 @@ func TestNodeClient(t *testing.T) {
 		t.Errorf("the aborted call ends with %v", v)
 	}
 	eventually(t, "the engine has lost what was aborted, and runs nothing", func() error {
-		if n, running := s.engine.Counts().Disconnects, s.running(); n != 2 || running != 0 {
-			return fmt.Errorf("%d disconnects, %d running", n, running)
+		// On a busy machine the second call is given up before it reaches the engine.
+		reached := len(s.calls("I leave the stream.")) + len(s.calls("I leave the call."))
+		if n, running := s.engine.Counts().Disconnects, s.running(); reached == 0 || int(n) != reached || running != 0 {
+			return fmt.Errorf("%d reached the engine, %d disconnects, %d running", reached, n, running)
 		}
 		return nil
 	})
