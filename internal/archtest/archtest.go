@@ -15,6 +15,7 @@ var Edges = map[string][]string{
 	"internal/cluster":         {"internal/job"},
 	"internal/embedded":        {},
 	"internal/engine":          {"internal/job"},
+	"internal/gpu":             {},
 	"internal/engine/emulator": {"internal/job"},
 	"internal/queue":           {"internal/job"},
 	"internal/relay":           {"internal/job"},
@@ -24,18 +25,20 @@ var Edges = map[string][]string{
 	"internal/client": {"internal/job"},
 
 	// What several roles do alike.
+	"internal/affinity":  {"internal/job"},
+	"internal/schedule":  {"internal/job"},
 	"internal/admission": {"internal/job"},
 	"internal/settle":    {"internal/blob", "internal/job", "internal/queue", "internal/relay", "internal/results"},
 
 	// Roles.
 	"api": {
-		"internal/admission", "internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/settle",
+		"internal/admission", "internal/affinity", "internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/settle",
 	},
 	"dispatcher": {
 		"internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/settle",
 	},
 	"worker": {
-		"internal/blob", "internal/cluster", "internal/engine", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/settle",
+		"internal/affinity", "internal/blob", "internal/cluster", "internal/engine", "internal/gpu", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/schedule", "internal/settle",
 	},
 
 	// For main alone.

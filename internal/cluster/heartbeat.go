@@ -61,6 +61,45 @@ type WorkerInfo struct {
 	TokensPerSecond float64    `json:"tokens_per_second"`
 	Completed       int64      `json:"completed"`
 	Failed          int64      `json:"failed"`
+	// FreeRank is the largest free room in one data-parallel rank: a job must fit in one.
+	FreeRank job.Tokens `json:"kv_free_rank"`
+	// Load is the share of what may be used that is, 0..1 and more: of the KV cache, or of the sequences where fewer of those are free.
+	Load float64 `json:"load"`
+	// TTFT is the expected time to the first token of a typical job that would start now, in seconds; 0 is unknown.
+	TTFT float64 `json:"expected_ttft_seconds"`
+	// EngineWaiting is how many requests wait inside the engine, Limit how many sequences may run at once (0: no limit), Brake why nothing is pulled though there is room.
+	EngineWaiting int    `json:"engine_waiting"`
+	Limit         int    `json:"concurrency_limit,omitempty"`
+	Brake         string `json:"brake,omitempty"`
+	// Shape is how the engine spreads over GPUs, GPUs what is known of each.
+	Shape Shape `json:"shape"`
+	GPUs  []GPU `json:"gpus,omitempty"`
+}
+
+// Shape is how one engine spreads a model over GPUs. A request must fit in one data-parallel rank; a rank spans TensorParallel x PipelineParallel GPUs.
+type Shape struct {
+	TensorParallel   int `json:"tensor_parallel"`
+	PipelineParallel int `json:"pipeline_parallel"`
+	DataParallel     int `json:"data_parallel"`
+	// Devices are the GPUs that the engine uses, by index or UUID; nil is unknown.
+	Devices []string `json:"devices,omitempty"`
+}
+
+// GPU is what one GPU says of itself.
+type GPU struct {
+	Index int    `json:"index"`
+	UUID  string `json:"uuid"`
+	Model string `json:"model"`
+	// MemoryTotal and MemoryUsed in bytes; Utilization 0..1; Temperature in degrees Celsius.
+	MemoryTotal uint64  `json:"memory_total"`
+	MemoryUsed  uint64  `json:"memory_used"`
+	Utilization float64 `json:"utilization"`
+	Temperature int     `json:"temperature"`
+	// ECCUncorrected counts uncorrectable memory errors since the driver was loaded; Xid is the last Xid error's number, 0 if there was none.
+	ECCUncorrected uint64 `json:"ecc_uncorrected"`
+	Xid            uint64 `json:"xid,omitempty"`
+	// Fault is why the GPU must not be used; "" if it may.
+	Fault string `json:"fault,omitempty"`
 }
 
 // QueueInfo is one model's queue as the dispatcher sees it.
@@ -70,8 +109,17 @@ type QueueInfo struct {
 	Waiting      map[job.Class]int  `json:"waiting"`
 	WaitingLines map[job.Tenant]int `json:"waiting_lines,omitempty"`
 	Running      int                `json:"running"`
+	// Backlog is what each tenant has accepted and not ended.
+	Backlog map[job.Tenant]Backlog `json:"backlog,omitempty"`
 	// WorkFill is the share of the WORK stream's limit in use, 0..1.
 	WorkFill float64 `json:"work_fill"`
+}
+
+// Backlog is durable work that was accepted and has not ended.
+type Backlog struct {
+	Jobs   int        `json:"jobs"`
+	Bytes  int64      `json:"bytes"`
+	Tokens job.Tokens `json:"tokens"` // prompts and expected answers
 }
 
 // Member is a process and when it was last heard. What its Heartbeat points to is shared and must not be changed.

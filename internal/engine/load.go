@@ -20,8 +20,8 @@ type Load struct {
 	Ranks []Rank
 	// MaxRunning is the engine's limit on running sequences, 0 if unknown.
 	MaxRunning int
-	// Preemptions and GeneratedTokens are counters since the engine's start; -1 if unknown.
-	Preemptions, GeneratedTokens int64
+	// Preemptions, GeneratedTokens and PromptTokens are counters since the engine's start; -1 if unknown.
+	Preemptions, GeneratedTokens, PromptTokens int64
 	// Source is "engine" if Ranks came from the engine, else "estimated": what is used must then be counted by who calls, and MaxRunning is the configured bound.
 	Source string
 }
@@ -93,7 +93,7 @@ func (e *Engine) Load(ctx context.Context) (Load, error) {
 }
 
 // unknownLoad is the load of an engine that tells nothing.
-func unknownLoad() Load { return Load{Preemptions: -1, GeneratedTokens: -1} }
+func unknownLoad() Load { return Load{Preemptions: -1, GeneratedTokens: -1, PromptTokens: -1} }
 
 // estimated completes l from the configuration. Ranks that l has are kept for their capacity.
 func (e *Engine) estimated(l Load) Load {

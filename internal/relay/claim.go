@@ -24,6 +24,8 @@ type ClaimRequest struct {
 type Claimed struct {
 	Token   job.Token `json:"token"`
 	Charged int       `json:"charged"`
+	// Shown is what the client has already got of an earlier attempt's stream: whole SSE events as they were sent. It is set only where another attempt may continue it; else nothing was shown.
+	Shown []byte `json:"shown,omitempty"`
 }
 
 // claimReply is the API's answer.

@@ -29,6 +29,8 @@ type Part struct {
 type Head struct {
 	StatusCode  int    `json:"status_code"`
 	ContentType string `json:"content_type"`
+	// Continues: what follows goes on behind what the client has, as Claimed.Shown told it.
+	Continues bool `json:"continues,omitempty"`
 }
 
 // End of an answer. Error is set when the attempt ended without a whole answer: the job failed for good. Retry says that the job was given back and another attempt will follow; then no part of the answer had been sent before.

@@ -37,6 +37,9 @@ type ClaimRequest struct {
 	// Body is written with the record if there is none; Whole says that it may be (Body may be nil for a blob).
 	Body  []byte
 	Whole bool
+	// Resume: the caller can perhaps continue a partial answer. Where a reset would be appended because token events of an earlier attempt stand in the stream, a status is, and Partial is set; the caller that cannot
+	// continue after all appends the reset itself, as its first event.
+	Resume bool
 }
 
 // Claim is what a claim gave.
@@ -51,6 +54,8 @@ type Claim struct {
 	CancelAsked                bool
 	Now                        job.Millis
 	Restarted                  bool
+	// Partial: token events of earlier attempts stand in the stream below N, and are to be continued or reset.
+	Partial bool
 }
 
 // Claim is the dedupe of deliveries, in one script: ended -> Ended; live lease of another -> Held; not_before in the future -> TooEarly; no record, an earlier attempt (token > 0), or

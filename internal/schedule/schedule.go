@@ -1,0 +1,95 @@
+// Package schedule decides what one worker pulls and what it starts, so that its engine is full and never over-full. It has no clock, no lock and no I/O: callers
+// tell it the time and what happened. The worker and the routing study run the same code.
+package schedule
+
+import (
+	"time"
+
+	"github.com/millrace/millrace/internal/job"
+)
+
+// Order is which job of a class starts first.
+type Order string
+
+// The orders. Shortest is the shortest predicted first, with ageing: a second of waiting counts as a second of work.
+const (
+	Oldest   Order = "oldest"
+	Shortest Order = "shortest"
+)
+
+// Config of a Scheduler. Zero fields get the defaults named.
+type Config struct {
+	// Order within a class. Default Oldest.
+	Order Order
+	// Reserve is the share of the KV cache that is never granted, 0 to below 1. Default 0.03. Negative is refused; to reserve nothing is not wise, and cannot be asked for.
+	Reserve float64
+	// TokenBudget bounds the prompt tokens that are started and not yet computed: the engine's budget of one step. Default 2048.
+	TokenBudget job.Tokens
+	// Trickle is the share of starts that the batch class gets while higher classes wait, 0 to 1. Default 0.05; negative is none.
+	Trickle float64
+	// DefaultOutput is the answer's length expected before any was seen, in tokens. Default 256.
+	DefaultOutput job.Tokens
+}
+
+// Rank is one data-parallel rank's KV cache in tokens. One job must fit in one rank.
+type Rank struct{ Capacity, Used job.Tokens }
+
+// Reading is what the engine said about itself at one moment.
+type Reading struct {
+	Ranks []Rank
+	// Estimated: the engine tells no usage. Capacities are configured, and what is used is the scheduler's own ledger alone.
+	Estimated        bool
+	Running, Waiting int
+	// MaxRunning is the limit on sequences that run at once, 0 if unknown.
+	MaxRunning int
+	// Preemptions, GeneratedTokens and PromptTokens are counters since the engine's start; -1 if unknown.
+	Preemptions, GeneratedTokens, PromptTokens int64
+}
+
+// Ask is a job that wants to start.
+type Ask struct {
+	Tenant job.Tenant
+	Model  job.Model
+	Group  string
+	Class  job.Class
+	Cost   job.Cost
+	// Created is when it was submitted: ageing counts from there.
+	Created time.Time
+	// Streams: its tokens are seen as they come.
+	Streams bool
+}
+
+// Result is how a job that had started ended.
+type Result struct {
+	// Completed with a whole answer. Overloaded: the engine refused it as too much (429, 5xx).
+	Completed, Overloaded bool
+	// Prompt and Output are the engine's own count, 0 if it told none.
+	Prompt, Output job.Tokens
+}
+
+// Wish is what may be pulled now for a class.
+type Wish struct {
+	// Batch is how many at most; 0 is nothing.
+	Batch int
+	// Level is the pull's priority, 0 to 9, the lowest served first: ceil(log2(expected TTFT of a typical job here / 25 ms)).
+	Level int
+	// Busy: something runs or is in hand, so that the level is soon old.
+	Busy bool
+}
+
+// Status is what can be shown of a Scheduler.
+type Status struct {
+	Capacity, Free job.Tokens
+	// FreeRank is the largest that is free in one rank.
+	FreeRank job.Tokens
+	// Running jobs, and those in hand.
+	Running, InHand int
+	Level           int
+	// TTFT is the expected time to the first token of a typical job.
+	TTFT time.Duration
+	// Limit on running sequences now, 0 if there is none. Brake says why nothing is pulled though there is room; "" if nothing brakes.
+	Limit int
+	Brake string
+	// Load is the share of what may be used that is, 0..1 and more: of the KV cache, or of the sequences where fewer of those are free.
+	Load float64
+}
