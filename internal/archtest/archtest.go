@@ -48,6 +48,7 @@ var Edges = map[string][]string{
 	// Whoever puts the parts together.
 	"cmd/millrace":      {Everything},
 	"bench":             {Everything},
+	"bench/routing":     {Everything},
 	"internal/platform": {Everything},
 
 	// The prompts of the demo, and clients to copy from.
