@@ -67,6 +67,7 @@ func (r *Router) Pick(tried ...int) (node int, ok bool) {
 		node = r.order[0]
 		r.next = (node + 1) % n
 	case LeastLoadRandom:
+		r.rand.Shuffle(len(r.order), func(i, j int) { r.order[i], r.order[j] = r.order[j], r.order[i] })
 		slices.SortStableFunc(r.order, func(a, b int) int { return r.inFlight[a] - r.inFlight[b] })
 		node = r.order[r.rand.IntN(max(1, len(r.order)/3))]
 	default:
