@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -83,6 +84,9 @@ The fault flags make it fail in the ways in which engines fail.`,
 	fs.Uint64Var(&f.Seed, "seed", 0, "changes all texts; emulators that stand in for each other need the same")
 	fs.IntVar(&f.MaxModelLen, "max-model-len", 0, "most `tokens` of prompt and answer (default the profile's)")
 	fs.IntVar(&f.KVTokens, "kv-tokens", 0, "`tokens` that the KV cache holds (default the profile's)")
+	fs.IntVar(&f.DataParallel, "data-parallel", 1, "`ranks`, each with the whole KV cache and an engine core of its own")
+	fs.BoolVar(&f.PriorityScheduling, "priority-scheduling", false, "start the lowest \"priority\" first; without it one that is not 0 is refused")
+	fs.BoolVar(&f.NoContinuation, "no-continuation", false, "refuse continue_final_message, as engines do that do not know it")
 	fs.StringVar(&f.APIKey, "engine-api-key", "", "`key` that clients must send (default none)")
 	fs.Float64Var(&f.Faults.ErrorRate, "error-rate", 0, "`share` of calls answered 500")
 	fs.Float64Var(&f.Faults.HangRate, "hang-rate", 0, "`share` of calls that never give a token")
@@ -90,6 +94,8 @@ The fault flags make it fail in the ways in which engines fail.`,
 	fs.IntVar(&f.Faults.Status, "status", 0, "answer all calls with this HTTP `status`")
 	fs.StringVar(&f.Faults.RetryAfter, "retry-after", "", "Retry-After `header` beside --status")
 	fs.BoolVar(&f.Faults.Stall, "stall", false, "accept calls, and give no token to any")
+	fs.DurationVar(&f.Faults.StallEvery, "stall-every", 0, "freeze about so often, /health and /metrics too (default never)")
+	fs.DurationVar(&f.Faults.StallFor, "stall-for", 3*time.Second, "how long each of those stalls lasts")
 	fs.BoolVar(&f.Faults.HealthLies, "health-lies", false, "/health says 200 whatever is the case")
 	fs.Float64Var(&f.Faults.PreemptionRate, "preemption-rate", 0, "`share` of steps that begin by preempting a sequence")
 	fs.StringVar((*string)(&f.Faults.Metrics), "metrics-fault", "", "what is wrong with /metrics: missing, garbage, nan or slow")

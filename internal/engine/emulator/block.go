@@ -31,12 +31,8 @@ func (p *pool) used() int { return p.size() - p.free }
 func (p *pool) take() int32 {
 	id := p.blocks[p.size()].next
 	p.unlink(id)
-	b := &p.blocks[id]
-	if b.name != 0 {
-		delete(p.byName, b.name)
-		b.name = 0
-	}
-	b.holders = 1
+	p.unname(id)
+	p.blocks[id].holders = 1
 	return id
 }
 
@@ -70,6 +66,14 @@ func (p *pool) name(id int32, name uint64) {
 	if _, ok := p.byName[name]; !ok && p.blocks[id].name == 0 {
 		p.blocks[id].name = name
 		p.byName[name] = id
+	}
+}
+
+// unname takes a block's name away: nobody finds it any more.
+func (p *pool) unname(id int32) {
+	if b := &p.blocks[id]; b.name != 0 {
+		delete(p.byName, b.name)
+		b.name = 0
 	}
 }
 

@@ -1,8 +1,8 @@
 package emulator
 
 import (
-	"container/list"
 	"fmt"
+	"slices"
 	"time"
 )
 
@@ -29,6 +29,8 @@ type Request struct {
 	Seed uint64
 	// Hold freezes the sequence, holding what it has, once it has generated Hold-1 tokens. 0 never.
 	Hold int
+	// Priority counts once SetPriorities was called: the lowest number runs first.
+	Priority int
 	// Ref comes back in the request's events.
 	Ref any
 }
@@ -68,13 +70,24 @@ type Stats struct {
 // Usage is the part of the KV cache in use, 0 to 1.
 func (s Stats) Usage() float64 { return float64(s.UsedBlocks) / float64(s.Blocks) }
 
+func (s *Stats) add(o Stats) {
+	s.Running, s.Waiting, s.MaxRunning = s.Running+o.Running, s.Waiting+o.Waiting, s.MaxRunning+o.MaxRunning
+	s.UsedBlocks, s.Blocks, s.PrefillPending = s.UsedBlocks+o.UsedBlocks, s.Blocks+o.Blocks, s.PrefillPending+o.PrefillPending
+	s.Finished, s.Cancelled, s.Preemptions = s.Finished+o.Finished, s.Cancelled+o.Cancelled, s.Preemptions+o.Preemptions
+	s.PromptTokens, s.GeneratedTokens = s.PromptTokens+o.PromptTokens, s.GeneratedTokens+o.GeneratedTokens
+	s.PrefixQueries, s.PrefixHits = s.PrefixQueries+o.PrefixQueries, s.PrefixHits+o.PrefixHits
+}
+
 // Core is the engine in virtual time. It is not safe for concurrent use.
 type Core struct {
 	profile    Profile
 	pool       *pool
 	maxRunning int
-	waiting    *list.List  // of *sequence, preempted ones in front
+	priorities bool
+	quiet      bool
+	waiting    line
 	running    []*sequence // in the order of admission
+	prefilling int         // so many of running do not decode yet; stats.PrefillPending is what they have to compute
 	byID       map[ID]*sequence
 	last       ID
 	events     []Event
@@ -83,18 +96,24 @@ type Core struct {
 
 // sequence is a request in the core. Its tokens are the prompt and what was generated; computed of them are in the cache.
 type sequence struct {
-	Request
 	id                ID
 	generated         int
 	computed, planned int // planned: tokens that the step at hand computes
-	decoding          bool
 	blocks            []int32
-	named             int           // so many of blocks have been offered for reuse
-	waiting           *list.Element // nil while it runs
+	named             int // so many of blocks have been offered for reuse
+	decoding          bool
+	waits             bool
+	prev, next        *sequence // neighbours in the waiting line, while it waits
+	Request
 }
 
 func (s *sequence) total() int { return s.Prompt + s.generated }
 func (s *sequence) held() bool { return s.Hold > 0 && s.generated >= s.Hold-1 }
+
+// after tells whether s comes after o where priorities count: by priority, then by arrival.
+func (s *sequence) after(o *sequence) bool {
+	return s.Priority > o.Priority || s.Priority == o.Priority && s.id > o.id
+}
 func blocksFor(tokens int) int { return (tokens + BlockTokens - 1) / BlockTokens }
 func (s *sequence) nameOf(b int) uint64 {
 	if b < len(s.Names) {
@@ -112,8 +131,15 @@ func (s *sequence) nameOf(b int) uint64 {
 
 // NewCore returns an idle engine of that profile.
 func NewCore(p Profile) *Core {
-	return &Core{profile: p, pool: newPool(p.Blocks()), maxRunning: MaxRunning, waiting: list.New(), byID: make(map[ID]*sequence)}
+	return &Core{profile: p, pool: newPool(p.Blocks()), maxRunning: MaxRunning, byID: make(map[ID]*sequence)}
 }
+
+// SetPriorities has requests start in the order of their priority, then of their arrival, and has the last in that order give way when the cache is full, as vLLM does
+// with --scheduling-policy priority. Call it before the first Add.
+func (c *Core) SetPriorities() { c.priorities = true }
+
+// SetQuiet leaves out the events that are neither a first token nor an end, for callers that do not follow each token.
+func (c *Core) SetQuiet() { c.quiet = true }
 
 // SetMaxRunning changes the limit on running sequences; what runs goes on. 0 is the default.
 func (c *Core) SetMaxRunning(n int) {
@@ -123,7 +149,7 @@ func (c *Core) SetMaxRunning(n int) {
 	c.maxRunning = n
 }
 
-// Add puts r at the end of the waiting line. It refuses what can never run.
+// Add puts r into the waiting line: at its end, unless priorities count. It refuses what can never run.
 func (c *Core) Add(r Request) (ID, error) {
 	if r.Prompt < 1 || r.Output < 0 {
 		return 0, fmt.Errorf("a request of %d prompt and %d output tokens", r.Prompt, r.Output)
@@ -133,7 +159,11 @@ func (c *Core) Add(r Request) (ID, error) {
 	}
 	c.last++
 	s := &sequence{Request: r, id: c.last}
-	s.waiting = c.waiting.PushBack(s)
+	at := c.waiting.last
+	for c.priorities && at != nil && at.after(s) {
+		at = at.prev
+	}
+	c.waiting.insert(s, at)
 	c.byID[s.id] = s
 	return s.id, nil
 }
@@ -144,36 +174,31 @@ func (c *Core) Cancel(id ID) bool {
 	if s == nil {
 		return false
 	}
-	if s.waiting != nil {
-		c.waiting.Remove(s.waiting)
+	if s.waits {
+		c.waiting.remove(s)
 	} else {
-		c.dropRunning(s)
+		c.dropRunning(slices.Index(c.running, s))
 	}
 	c.forget(s)
 	c.stats.Cancelled++
 	return true
 }
 
-// Preempt takes the cache from the sequence admitted last, as if another had needed it, unless it runs alone.
+// Preempt takes the cache from a sequence as if another had needed it, unless it runs alone.
 func (c *Core) Preempt() bool {
 	if len(c.running) < 2 {
 		return false
 	}
-	c.preemptLast()
+	c.preempt(c.victim())
 	return true
 }
 
 // Stats returns the state now.
 func (c *Core) Stats() Stats {
 	s := c.stats
-	s.Running, s.Waiting = len(c.running), c.waiting.Len()
+	s.Running, s.Waiting = len(c.running), c.waiting.n
 	s.UsedBlocks, s.Blocks = c.pool.used(), c.pool.size()
 	s.MaxRunning = c.maxRunning
-	for _, r := range c.running {
-		if !r.decoding {
-			s.PrefillPending += r.total() - r.computed
-		}
-	}
 	return s
 }
 
@@ -182,26 +207,44 @@ func (c *Core) Stats() Stats {
 func (c *Core) Step() (Step, bool) {
 	var st Step
 	budget := TokenBudget
-	for i := 0; i < len(c.running); i++ { //nolint:intrange // growing may preempt, which shortens the list
+	for i := 0; i < len(c.running); i++ {
 		s := c.running[i]
 		if !s.decoding || s.held() || budget == 0 {
 			continue
 		}
-		if s.computed == len(s.blocks)*BlockTokens && !c.grow(s, &st) {
-			break // it was itself the last one, and has been preempted
+		if s.computed == len(s.blocks)*BlockTokens {
+			for s.decoding && c.pool.free == 0 {
+				at := c.victim()
+				if v := c.running[at]; v.planned > 0 { // only where priorities count
+					budget += v.planned
+					st.Decoding--
+					st.Cached -= v.computed
+				}
+				c.preempt(at)
+				st.Preempted++
+				if at <= i {
+					i--
+				}
+			}
+			if !s.decoding {
+				continue // it had to give way itself
+			}
+			s.blocks = append(s.blocks, c.pool.take())
 		}
 		st.Decoding++
 		st.Cached += s.computed
 		budget -= c.plan(s, 1)
 	}
-	for _, s := range c.running {
-		if !s.decoding && !s.held() && budget > 0 {
-			budget -= c.planPrefill(s, budget, &st)
+	if c.prefilling > 0 {
+		for _, s := range c.running {
+			if !s.decoding && !s.held() && budget > 0 {
+				budget -= c.planPrefill(s, budget, &st)
+			}
 		}
 	}
 	// After a preemption nothing is admitted: it would take the blocks that were just found missing.
-	for st.Preempted == 0 && budget > 0 && len(c.running) < c.maxRunning && c.waiting.Len() > 0 {
-		s := c.waiting.Front().Value.(*sequence)
+	for st.Preempted == 0 && budget > 0 && len(c.running) < c.maxRunning && c.waiting.n > 0 {
+		s := c.waiting.first
 		if !c.admit(s) {
 			break
 		}
@@ -216,18 +259,6 @@ func (c *Core) Step() (Step, bool) {
 	c.finish()
 	st.Events = c.events
 	return st, true
-}
-
-// grow gives s one more block, which it takes from the sequence admitted last if none is free. It returns false if that was s.
-func (c *Core) grow(s *sequence, st *Step) bool {
-	for c.pool.free == 0 {
-		st.Preempted++
-		if c.preemptLast() == s {
-			return false
-		}
-	}
-	s.blocks = append(s.blocks, c.pool.take())
-	return true
 }
 
 func (c *Core) planPrefill(s *sequence, budget int, st *Step) int {
@@ -282,22 +313,43 @@ func (c *Core) admit(s *sequence) bool {
 	s.computed = (len(hits) - need) * BlockTokens
 	c.stats.PrefixHits += int64(s.computed)
 	s.blocks, s.named = hits, len(hits)-need
-	c.waiting.Remove(s.waiting)
-	s.waiting = nil
+	c.waiting.remove(s)
 	c.running = append(c.running, s)
+	c.prefilling++
+	c.stats.PrefillPending += s.total() - s.computed
 	return true
 }
 
-// preemptLast puts the sequence admitted last back at the head of the waiting line. It keeps what it generated and computes it all anew.
-func (c *Core) preemptLast() *sequence {
-	s := c.running[len(c.running)-1]
-	c.running[len(c.running)-1] = nil
-	c.running = c.running[:len(c.running)-1]
+// victim is the place in running of what gives way: the sequence admitted last, or the last one by priority.
+func (c *Core) victim() int {
+	at := len(c.running) - 1
+	if c.priorities {
+		for i, s := range c.running {
+			if s.after(c.running[at]) {
+				at = i
+			}
+		}
+	}
+	return at
+}
+
+// preempt puts the sequence at that place in running back into the waiting line, before all that came later. It keeps what it generated and computes it all anew.
+func (c *Core) preempt(at int) {
+	s := c.running[at]
+	c.dropRunning(at)
+	for ; s.named > s.computed/BlockTokens; s.named-- { // what this step was to compute is not there to be reused
+		c.pool.unname(s.blocks[s.named-1])
+	}
 	c.pool.release(s.blocks)
 	s.blocks, s.named, s.computed, s.planned, s.decoding = s.blocks[:0], 0, 0, 0, false
-	s.waiting = c.waiting.PushFront(s)
+	var before *sequence
+	if c.priorities {
+		for o := c.waiting.first; o != nil && s.after(o); o = o.next {
+			before = o
+		}
+	}
+	c.waiting.insert(s, before)
 	c.stats.Preemptions++
-	return s
 }
 
 // finish applies what was planned: counts, events, and the end of what has all its tokens.
@@ -320,21 +372,28 @@ func (c *Core) advance(s *sequence) bool {
 		return false
 	}
 	s.computed += s.planned
+	if !s.decoding {
+		c.stats.PrefillPending -= s.planned
+		s.planned = 0
+		if s.computed < s.total() {
+			return false
+		}
+		s.decoding = true
+		c.prefilling--
+		if s.generated == 0 {
+			c.stats.PromptTokens += int64(s.Prompt)
+		}
+	}
 	s.planned = 0
-	if s.computed < s.total() {
-		return false
-	}
 	first := s.generated == 0
-	if first {
-		c.stats.PromptTokens += int64(s.Prompt)
-	}
-	s.decoding = true
 	if s.Output > 0 {
 		s.generated++
 		c.stats.GeneratedTokens++
 	}
 	done := s.generated == s.Output
-	c.events = append(c.events, Event{ID: s.id, Ref: s.Ref, First: first, Done: done})
+	if first || done || !c.quiet {
+		c.events = append(c.events, Event{ID: s.id, Ref: s.Ref, First: first, Done: done})
+	}
 	if done {
 		c.forget(s)
 		c.stats.Finished++
@@ -342,19 +401,54 @@ func (c *Core) advance(s *sequence) bool {
 	return done
 }
 
-func (c *Core) dropRunning(s *sequence) {
-	for i, r := range c.running {
-		if r == s {
-			copy(c.running[i:], c.running[i+1:])
-			c.running[len(c.running)-1] = nil
-			c.running = c.running[:len(c.running)-1]
-			return
-		}
+// dropRunning takes the sequence at that place out of running.
+func (c *Core) dropRunning(at int) {
+	if s := c.running[at]; !s.decoding {
+		c.prefilling--
+		c.stats.PrefillPending -= s.total() - s.computed
 	}
+	c.running = slices.Delete(c.running, at, at+1)
 }
 
 func (c *Core) forget(s *sequence) {
 	c.pool.release(s.blocks)
 	s.blocks = nil
 	delete(c.byID, s.id)
+}
+
+// line is the waiting line.
+type line struct {
+	first, last *sequence
+	n           int
+}
+
+// insert puts s behind after; nil is the front.
+func (l *line) insert(s, after *sequence) {
+	s.waits, s.prev = true, after
+	if after != nil {
+		s.next, after.next = after.next, s
+	} else {
+		s.next, l.first = l.first, s
+	}
+	if s.next != nil {
+		s.next.prev = s
+	} else {
+		l.last = s
+	}
+	l.n++
+}
+
+func (l *line) remove(s *sequence) {
+	if s.prev != nil {
+		s.prev.next = s.next
+	} else {
+		l.first = s.next
+	}
+	if s.next != nil {
+		s.next.prev = s.prev
+	} else {
+		l.last = s.prev
+	}
+	s.waits, s.prev, s.next = false, nil, nil
+	l.n--
 }

@@ -279,6 +279,9 @@ func TestBlocksReturnToZeroAfterAnyMix(t *testing.T) {
 			if rnd.IntN(2) == 0 {
 				c.SetMaxRunning(1 + rnd.IntN(20))
 			}
+			if seed%2 == 1 {
+				c.SetPriorities()
+			}
 			capacity := p.Blocks() * emulator.BlockTokens
 			live := make(map[emulator.ID]int) // tokens to come
 			added, ended, cancelled := 0, 0, 0
@@ -287,7 +290,7 @@ func TestBlocksReturnToZeroAfterAnyMix(t *testing.T) {
 					t.Fatalf("%d sequences never end", len(live))
 				}
 				if i < 400 && rnd.IntN(3) == 0 {
-					r := emulator.Request{Prompt: 1 + rnd.IntN(capacity/2), Output: rnd.IntN(capacity / 2), Seed: uint64(rnd.IntN(4))}
+					r := emulator.Request{Prompt: 1 + rnd.IntN(capacity/2), Output: rnd.IntN(capacity / 2), Seed: uint64(rnd.IntN(4)), Priority: rnd.IntN(3) - 1}
 					family := uint64(1+rnd.IntN(3)) << 32 // so that prefixes meet
 					for b := range r.Prompt / emulator.BlockTokens {
 						r.Names = append(r.Names, family+uint64(b))
@@ -339,6 +342,86 @@ func TestBlocksReturnToZeroAfterAnyMix(t *testing.T) {
 	}
 }
 
+// ends runs c to rest and returns the sequences in the order in which they ended.
+func ends(t *testing.T, c *emulator.Core) []emulator.ID {
+	t.Helper()
+	var ended []emulator.ID
+	for {
+		s, ok := c.Step()
+		if !ok {
+			return ended
+		}
+		for _, e := range s.Events {
+			if e.Done {
+				ended = append(ended, e.ID)
+			}
+		}
+		if err := c.Check(); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestTheLowestPriorityNumberStartsFirst(t *testing.T) {
+	t.Parallel()
+	c := emulator.NewCore(profile(t, "test"))
+	c.SetPriorities()
+	c.SetMaxRunning(1)
+	for _, priority := range []int{5, 0, 5, -1, 0} {
+		add(t, c, emulator.Request{Prompt: 10, Output: 2, Priority: priority})
+	}
+	if diff := cmp.Diff([]emulator.ID{4, 2, 5, 1, 3}, ends(t, c)); diff != "" {
+		t.Error(diff)
+	}
+
+	c = emulator.NewCore(profile(t, "test"))
+	c.SetMaxRunning(1)
+	for _, priority := range []int{5, 0, -1} {
+		add(t, c, emulator.Request{Prompt: 10, Output: 2, Priority: priority})
+	}
+	if diff := cmp.Diff([]emulator.ID{1, 2, 3}, ends(t, c)); diff != "" {
+		t.Errorf("without priorities: %s", diff)
+	}
+}
+
+// The cache holds two of the three to their end: the one of the highest number gives way, though it was admitted first.
+func TestTheHighestPriorityNumberGivesWay(t *testing.T) {
+	t.Parallel()
+	p := profile(t, "test")
+	p.KVTokens = 160 * 16
+	c := emulator.NewCore(p)
+	c.SetPriorities()
+	low := add(t, c, emulator.Request{Prompt: 500, Output: 600, Priority: 9, Seed: 1})
+	step(t, c)
+	first := add(t, c, emulator.Request{Prompt: 500, Output: 600, Seed: 2})
+	second := add(t, c, emulator.Request{Prompt: 500, Output: 600, Seed: 3})
+	if diff := cmp.Diff([]emulator.ID{first, second, low}, ends(t, c)); diff != "" {
+		t.Error(diff)
+	}
+	if got := c.Stats().Preemptions; got != 1 {
+		t.Errorf("%d preemptions, want 1", got)
+	}
+}
+
+func TestAQuietCoreTellsFirstTokensAndEnds(t *testing.T) {
+	t.Parallel()
+	c := emulator.NewCore(profile(t, "test"))
+	c.SetQuiet()
+	add(t, c, emulator.Request{Prompt: 10, Output: 20})
+	add(t, c, emulator.Request{Prompt: 10, Output: 1})
+	var got []emulator.Event
+	for {
+		s, ok := c.Step()
+		if !ok {
+			break
+		}
+		got = append(got, s.Events...)
+	}
+	if diff := cmp.Diff([]emulator.Event{{ID: 1, First: true}, {ID: 2, First: true, Done: true}, {ID: 1, Done: true}}, got); diff != "" {
+		t.Error(diff)
+	}
+}
+
 // One engine of the seed-like study near its capacity: the numbers of a run in virtual time stay the same from run to run.
 func TestAStudyRunsInVirtualTime(t *testing.T) {
 	t.Parallel()
@@ -379,4 +462,30 @@ func BenchmarkStep(b *testing.B) {
 		step(b, c)
 	}
 	b.ReportMetric(emulator.MaxRunning, "sequences")
+}
+
+// A second of the seed-like study on one engine, as a simulation runs it: few sequences at once, each short.
+func BenchmarkStudy(b *testing.B) {
+	c := emulator.NewCore(profile(b, "a10-7b"))
+	c.SetQuiet()
+	b.ReportAllocs()
+	rnd := rand.New(rand.NewPCG(1, 2))
+	var now, next time.Duration
+	steps, sequences := 0, 0
+	for b.Loop() {
+		for end := now + time.Second; now < end; steps++ {
+			for next <= now {
+				add(b, c, emulator.Request{Prompt: 1 + int(60*math.Exp(0.8*rnd.NormFloat64())), Output: 1 + int(9*math.Exp(0.5*rnd.NormFloat64()))})
+				next += time.Duration(rnd.ExpFloat64() * float64(time.Second) / 16)
+			}
+			s, ok := c.Step()
+			if !ok {
+				now = next
+			}
+			now += s.Duration
+			sequences += s.Decoding
+		}
+	}
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(steps), "ns/step")
+	b.ReportMetric(float64(sequences)/float64(steps), "sequences")
 }

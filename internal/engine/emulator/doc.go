@@ -18,9 +18,14 @@
 // before it. The end of an answer is a token of its own, without text. An answer's tokens differ from the tokens of the same text in a later
 // prompt, so a conversation's next turn finds the previous prompt in the prefix cache and not the previous answer.
 //
+// # Ranks
+//
+// With Config.DataParallel it has several cores, each with a KV cache and metrics of its own, behind one address. A sequence goes to the least loaded one and stays there.
+//
 // # Faults
 //
-// [Faults] sets rates and states for the whole engine. A marker inside the prompt's text asks for a fault of that call alone:
+// [Faults] sets rates and states for the whole engine. POST /emulator/freeze?for=3s, and Faults.StallEvery, make it stand still: it computes nothing, and no HTTP request
+// is answered until it goes on. A marker inside the prompt's text asks for a fault of that call alone:
 //
 //	[[emulator:status=500]]                  answer with that status
 //	[[emulator:status=429,retry-after=2]]    with a Retry-After in seconds; retry-date=2 gives it as a date that far ahead

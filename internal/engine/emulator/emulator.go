@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -13,6 +14,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 )
 
@@ -34,6 +36,12 @@ type Config struct {
 	MaxModelLen int
 	// KVTokens replaces the profile's KV cache capacity, in tokens. 0 keeps it.
 	KVTokens int
+	// DataParallel is how many ranks it has, each with an engine core and a KV cache of its own; a sequence goes to the least loaded one, and must fit in it. Default 1.
+	DataParallel int
+	// PriorityScheduling honours the field "priority", the lowest first, as vLLM does with --scheduling-policy priority. Without it one that is not 0 is refused.
+	PriorityScheduling bool
+	// NoContinuation refuses continue_final_message, as an engine does that knows no such field.
+	NoContinuation bool
 	// APIKey, if set, is asked for on /v1 routes as a bearer token.
 	APIKey string
 	// Faults are what goes wrong from the start; SetFaults changes them.
@@ -58,22 +66,41 @@ type Emulator struct {
 	length  Workload
 	salt    hash
 	ready   time.Time
-	metrics *metrics
+	metrics *prometheus.Registry
 	handler http.Handler
+	ranks   []*rank
 
 	calls, completed, disconnects atomic.Int64
 
-	// work wakes the driver from idleness, stopped is closed when it has ended.
-	work    chan struct{}
+	// faulted wakes who draws the stalls when faults change; stopped is closed when the drivers have ended.
+	faulted chan struct{}
 	stopped chan struct{}
 
-	// mu guards the rest. The driver holds it while it steps, never while it waits.
+	// mu guards the rest, and the ranks' cores. A driver holds it while it steps, never while it waits.
 	mu     sync.Mutex
-	core   *Core
 	faults Faults
 	random *rand.Rand
 	times  map[uint64]int // calls of bodies whose marker counts only so many times
+	frozen time.Time      // until then nothing is computed and nobody is answered
 }
+
+// rank is one engine core with its own driver.
+type rank struct {
+	core    *Core
+	metrics *metrics
+	work    chan struct{} // wakes the driver from idleness
+}
+
+// wake tells the driver that there may be work.
+func (r *rank) wake() {
+	select {
+	case r.work <- struct{}{}:
+	default:
+	}
+}
+
+// MaxRanks bounds Config.DataParallel.
+const MaxRanks = 64
 
 // New checks cfg. Nothing runs before Run.
 func New(cfg Config, log *slog.Logger) (*Emulator, error) {
@@ -106,6 +133,12 @@ func New(cfg Config, log *slog.Logger) (*Emulator, error) {
 	if cfg.ColdStart < 0 {
 		return nil, fmt.Errorf("field ColdStart is %v: it must not be negative", cfg.ColdStart)
 	}
+	if cfg.DataParallel == 0 {
+		cfg.DataParallel = 1
+	}
+	if cfg.DataParallel < 1 || cfg.DataParallel > MaxRanks {
+		return nil, fmt.Errorf("field DataParallel is %d: it must be from 1 to %d", cfg.DataParallel, MaxRanks)
+	}
 	if err := cfg.Faults.validate(); err != nil {
 		return nil, err
 	}
@@ -126,15 +159,22 @@ func New(cfg Config, log *slog.Logger) (*Emulator, error) {
 	}
 	e := &Emulator{
 		cfg: cfg, log: log, profile: p, length: length, salt: hashStart ^ hash(mix(cfg.Seed)), ready: time.Now().Add(cfg.ColdStart),
-		work: make(chan struct{}, 1), stopped: make(chan struct{}),
-		core: NewCore(p), faults: cfg.Faults, random: rand.New(rand.NewPCG(cfg.Seed, 1)), times: make(map[uint64]int),
+		faulted: make(chan struct{}, 1), stopped: make(chan struct{}), metrics: prometheus.NewRegistry(),
+		faults: cfg.Faults, random: rand.New(rand.NewPCG(cfg.Seed, 1)), times: make(map[uint64]int),
 	}
-	e.core.SetMaxRunning(cfg.Faults.MaxNumSeqs)
-	e.metrics = newMetrics(cfg.Models[0], p.MaxModelLen, func() (Stats, bool) {
-		e.mu.Lock()
-		defer e.mu.Unlock()
-		return e.core.Stats(), e.faults.Metrics == MetricsNaN
-	})
+	for i := range cfg.DataParallel {
+		r := &rank{core: NewCore(p), work: make(chan struct{}, 1)}
+		r.core.SetMaxRunning(cfg.Faults.MaxNumSeqs)
+		if cfg.PriorityScheduling {
+			r.core.SetPriorities()
+		}
+		r.metrics = newMetrics(e.metrics, cfg.Models[0], i, p.MaxModelLen, func() (Stats, bool) {
+			e.mu.Lock()
+			defer e.mu.Unlock()
+			return r.core.Stats(), e.faults.Metrics == MetricsNaN
+		})
+		e.ranks = append(e.ranks, r)
+	}
 	e.handler = e.routes()
 	return e, nil
 }
@@ -156,11 +196,15 @@ func (e *Emulator) Models() []string { return e.cfg.Models }
 // Handler answers what vLLM answers.
 func (e *Emulator) Handler() http.Handler { return e.handler }
 
-// Stats returns the engine's state now.
+// Stats returns the engine's state now: the sums over its ranks.
 func (e *Emulator) Stats() Stats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	return e.core.Stats()
+	var sum Stats
+	for _, r := range e.ranks {
+		sum.add(r.core.Stats())
+	}
+	return sum
 }
 
 // Counts returns what it has seen so far.
@@ -175,17 +219,75 @@ func (e *Emulator) SetFaults(f Faults) error {
 	}
 	e.mu.Lock()
 	e.faults = f
-	e.core.SetMaxRunning(f.MaxNumSeqs)
+	for _, r := range e.ranks {
+		r.core.SetMaxRunning(f.MaxNumSeqs)
+	}
 	e.mu.Unlock()
-	e.wake()
+	for _, r := range e.ranks {
+		r.wake()
+	}
+	select {
+	case e.faulted <- struct{}{}:
+	default:
+	}
 	return nil
 }
 
-// wake tells the driver that there may be work.
-func (e *Emulator) wake() {
-	select {
-	case e.work <- struct{}{}:
-	default:
+// Freeze stops the whole engine for a time, as a process that gets no CPU: nothing is computed and no HTTP request is answered, health and metrics included. What comes
+// meanwhile waits. Periods that overlap end with the last.
+func (e *Emulator) Freeze(d time.Duration) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if until := time.Now().Add(d); until.After(e.frozen) {
+		e.frozen = until
+	}
+}
+
+// thawed waits until the engine is not frozen, or done is closed.
+func (e *Emulator) thawed(done <-chan struct{}) {
+	for {
+		e.mu.Lock()
+		until := e.frozen
+		e.mu.Unlock()
+		wait := time.Until(until)
+		if wait <= 0 {
+			return
+		}
+		t := time.NewTimer(wait)
+		select {
+		case <-t.C:
+		case <-done:
+			t.Stop()
+			return
+		}
+	}
+}
+
+// freezeNowAndThen freezes the engine as Faults.StallEvery and StallFor say. How far apart the starts are is drawn from 0.5 to 1.5 times StallEvery.
+func (e *Emulator) freezeNowAndThen(ctx context.Context) {
+	random := rand.New(rand.NewPCG(e.cfg.Seed, 2))
+	for {
+		f := e.currentFaults()
+		var due <-chan time.Time
+		var t *time.Timer
+		if f.StallEvery > 0 {
+			t = time.NewTimer(time.Duration((0.5 + random.Float64()) * float64(f.StallEvery)))
+			due = t.C
+		}
+		select {
+		case <-due:
+			e.log.Info("emulated engine stalls", "for", f.StallFor)
+			e.Freeze(f.StallFor)
+			continue
+		case <-e.faulted:
+		case <-ctx.Done():
+		}
+		if t != nil {
+			t.Stop()
+		}
+		if ctx.Err() != nil {
+			return
+		}
 	}
 }
 
@@ -195,15 +297,28 @@ const maxLag = 50 * time.Millisecond
 // Run steps the engine in real time until ctx ends, and then breaks the calls that still run. It must run once only.
 func (e *Emulator) Run(ctx context.Context) error {
 	defer close(e.stopped)
-	e.log.Info("emulated engine runs", "profile", e.profile.Name, "models", e.cfg.Models, "speed", e.cfg.Speed, "kv_tokens", e.profile.Blocks()*BlockTokens)
+	e.log.Info("emulated engine runs", "profile", e.profile.Name, "models", e.cfg.Models, "speed", e.cfg.Speed,
+		"kv_tokens", e.profile.Blocks()*BlockTokens, "ranks", len(e.ranks))
+	var wg sync.WaitGroup
+	for _, r := range e.ranks {
+		wg.Go(func() { e.drive(ctx, r) })
+	}
+	wg.Go(func() { e.freezeNowAndThen(ctx) })
+	wg.Wait()
+	return nil
+}
+
+// drive steps one rank.
+func (e *Emulator) drive(ctx context.Context, r *rank) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	due := time.Now()
 	for ctx.Err() == nil {
-		step, ok := e.step()
+		e.thawed(ctx.Done())
+		step, ok := e.step(r)
 		if !ok {
 			select {
-			case <-e.work:
+			case <-r.work:
 			case <-ctx.Done():
 			}
 			due = time.Now()
@@ -221,33 +336,32 @@ func (e *Emulator) Run(ctx context.Context) error {
 			select {
 			case <-timer.C:
 			case <-ctx.Done():
-				return nil
+				return
 			}
-			now = time.Now()
 		}
-		e.deliver(step, now)
+		e.thawed(ctx.Done())
+		r.deliver(step, time.Now())
 	}
-	return nil
 }
 
-func (e *Emulator) step() (Step, bool) {
+func (e *Emulator) step(r *rank) (Step, bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.faults.Stall {
 		return Step{}, false
 	}
-	if r := e.faults.PreemptionRate; r > 0 && e.random.Float64() < r {
-		e.core.Preempt()
+	if rate := e.faults.PreemptionRate; rate > 0 && e.random.Float64() < rate {
+		r.core.Preempt()
 	}
-	return e.core.Step()
+	return r.core.Step()
 }
 
 // deliver tells the calls about the tokens of a step, once the step's time has passed.
-func (e *Emulator) deliver(step Step, now time.Time) {
-	e.metrics.iterationTokens.Observe(float64(step.Prefill + step.Decoding))
+func (r *rank) deliver(step Step, now time.Time) {
+	r.metrics.iterationTokens.Observe(float64(step.Prefill + step.Decoding))
 	for _, event := range step.Events {
 		s := event.Ref.(*sink)
-		e.metrics.observe(s, event, now)
+		r.metrics.observe(s, event, now)
 		s.done.Add(1)
 		if event.Done {
 			s.call.left.Add(-1)
@@ -280,7 +394,6 @@ func (e *Emulator) Serve(ctx context.Context, l net.Listener) error {
 // call is one HTTP call's sequences in the core.
 type call struct {
 	sinks []sink
-	ids   []ID
 	// left counts the sequences that have not ended. wake is signalled at each token if eachToken is set, else at the end of all.
 	left      atomic.Int32
 	wake      chan struct{}
@@ -289,7 +402,10 @@ type call struct {
 
 // sink is where one sequence's tokens are counted. Their text is known beforehand, so the count is all that travels.
 type sink struct {
-	call           *call
+	call *call
+	// rank and id are where it runs, once added.
+	rank           *rank
+	id             ID
 	done           atomic.Int32 // steps of it that have ended: its tokens, or the prefill of one without output
 	prompt, output int
 	finish         string
@@ -307,14 +423,14 @@ func (c *call) signal() {
 // submit adds a call's sequences to the core: each prompt n times.
 func (e *Emulator) submit(q *request, answers []answer, m *mishap, now time.Time) (*call, error) {
 	n := len(q.prompts) * q.n
-	c := &call{sinks: make([]sink, n), ids: make([]ID, 0, n), wake: make(chan struct{}, 1), eachToken: answers != nil && (q.stream || m.watchesTokens())}
+	c := &call{sinks: make([]sink, n), wake: make(chan struct{}, 1), eachToken: answers != nil && (q.stream || m.watchesTokens())}
 	c.left.Store(int32(n))
 	requests := make([]Request, n)
 	for i := range requests {
 		p := &q.prompts[i/q.n]
 		s := &c.sinks[i]
 		s.call, s.prompt, s.added, s.finish = c, countTokens(p.text), now, "stop"
-		r := Request{Prompt: s.prompt, Seed: mix(p.seed + uint64(i%q.n)), Ref: s}
+		r := Request{Prompt: s.prompt, Seed: mix(p.seed + uint64(i%q.n)), Priority: q.priority, Ref: s}
 		if i%q.n == 0 {
 			r.Names = blockNames(p.salt, p.text)
 		} else {
@@ -331,32 +447,46 @@ func (e *Emulator) submit(q *request, answers []answer, m *mishap, now time.Time
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for _, r := range requests {
-		id, err := e.core.Add(r)
+	for i, r := range requests {
+		s := &c.sinks[i]
+		s.rank = e.leastLoaded()
+		id, err := s.rank.core.Add(r)
 		if err != nil {
-			for _, id := range c.ids {
-				e.core.Cancel(id)
+			for k := range i {
+				c.sinks[k].rank.core.Cancel(c.sinks[k].id)
 			}
 			return nil, err
 		}
-		c.ids = append(c.ids, id)
+		s.id = id
 	}
-	e.wake()
+	for i := range c.sinks {
+		c.sinks[i].rank.wake()
+	}
 	return c, nil
 }
 
-// withdraw takes back what of a call still runs: none of it, after its end.
-func (e *Emulator) withdraw(c *call) {
-	aborted := 0
-	e.mu.Lock()
-	for _, id := range c.ids {
-		if e.core.Cancel(id) {
-			aborted++
+// leastLoaded is the rank that gets the next sequence, by vLLM's own measure: one that waits counts as much as four that run.
+func (e *Emulator) leastLoaded() *rank {
+	best, least := e.ranks[0], math.MaxInt
+	for _, r := range e.ranks {
+		if s := r.core.Stats(); 4*s.Waiting+s.Running < least {
+			best, least = r, 4*s.Waiting+s.Running
 		}
 	}
-	e.mu.Unlock()
-	if aborted > 0 {
-		e.metrics.success["abort"].Add(float64(aborted))
-		e.wake() // what it held may let another one start
+	return best
+}
+
+// withdraw takes back what of a call still runs: none of it, after its end. An engine that is frozen does so later.
+func (e *Emulator) withdraw(c *call) {
+	if c.left.Load() > 0 {
+		e.thawed(e.stopped)
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for i := range c.sinks {
+		if s := &c.sinks[i]; s.rank.core.Cancel(s.id) {
+			s.rank.metrics.success["abort"].Inc()
+			s.rank.wake() // what it held may let another one start
+		}
 	}
 }

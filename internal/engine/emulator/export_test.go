@@ -15,10 +15,10 @@ func (c *Core) Check() error {
 		for _, id := range s.blocks {
 			holders[id]++
 		}
-		if s.waiting != nil && len(s.blocks) > 0 {
+		if s.waits && len(s.blocks) > 0 {
 			return fmt.Errorf("sequence %d waits and holds %d blocks", s.id, len(s.blocks))
 		}
-		if s.waiting == nil && s.computed > len(s.blocks)*BlockTokens {
+		if !s.waits && s.computed > len(s.blocks)*BlockTokens {
 			return fmt.Errorf("sequence %d has %d tokens in %d blocks", s.id, s.computed, len(s.blocks))
 		}
 	}
@@ -47,7 +47,30 @@ func (c *Core) Check() error {
 	if listed != p.free || unheld != p.free {
 		return fmt.Errorf("%d blocks free, %d listed, %d without a holder", p.free, listed, unheld)
 	}
-	if got := len(c.running) + c.waiting.Len(); got != len(c.byID) {
+	waiting := 0
+	for s, before := c.waiting.first, (*sequence)(nil); s != nil; s, before = s.next, s {
+		if s.prev != before || !s.waits {
+			return fmt.Errorf("sequence %d stands wrong in the waiting line", s.id)
+		}
+		if c.priorities && before != nil && !s.after(before) {
+			return fmt.Errorf("sequence %d waits behind %d", s.id, before.id)
+		}
+		waiting++
+	}
+	if waiting != c.waiting.n {
+		return fmt.Errorf("%d sequences in the waiting line, %d counted", waiting, c.waiting.n)
+	}
+	prefilling, pending := 0, 0
+	for _, s := range c.running {
+		if !s.decoding {
+			prefilling++
+			pending += s.total() - s.computed
+		}
+	}
+	if prefilling != c.prefilling || pending != c.stats.PrefillPending {
+		return fmt.Errorf("%d sequences prefill %d tokens, %d and %d counted", prefilling, pending, c.prefilling, c.stats.PrefillPending)
+	}
+	if got := len(c.running) + c.waiting.n; got != len(c.byID) {
 		return fmt.Errorf("%d sequences in line, %d known", got, len(c.byID))
 	}
 	return nil

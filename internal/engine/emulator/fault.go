@@ -21,6 +21,9 @@ type Faults struct {
 	RetryAfter string
 	// Stall stops the engine: calls are accepted and counted as running or waiting, none gets a token, and /health goes on saying 200.
 	Stall bool
+	// StallEvery and StallFor freeze the engine again and again, starting StallEvery after the last start, on average: other than with Stall its HTTP hangs too. In wall
+	// time, and drawn from a sequence that Config.Seed starts. 0 is never.
+	StallEvery, StallFor time.Duration
 	// HealthLies has /health say 200 whatever is the case, also while the model loads.
 	HealthLies bool
 	// PreemptionRate of steps begin by preempting the sequence admitted last, though nobody needs its blocks; 1 is a storm.
@@ -54,6 +57,12 @@ func (f Faults) validate() error {
 	}
 	if f.Status != 0 && (f.Status < 400 || f.Status > 599) {
 		return fmt.Errorf("field Faults.Status is %d: it must be 0 or from 400 to 599", f.Status)
+	}
+	if f.StallEvery < 0 || f.StallFor < 0 {
+		return fmt.Errorf("fields Faults.StallEvery and StallFor are %v and %v: they must not be negative", f.StallEvery, f.StallFor)
+	}
+	if f.StallEvery > 0 && f.StallEvery < 2*f.StallFor {
+		return fmt.Errorf("field Faults.StallEvery is %v: it must be 0 or at least twice StallFor, which is %v", f.StallEvery, f.StallFor)
 	}
 	if f.MaxNumSeqs < 0 {
 		return fmt.Errorf("field Faults.MaxNumSeqs is %d: it must not be negative", f.MaxNumSeqs)

@@ -450,6 +450,10 @@ func TestWrongSettingsAreNamed(t *testing.T) {
 		{emulator.Config{Faults: emulator.Faults{Status: 200}}, []string{"Status", "200"}},
 		{emulator.Config{Faults: emulator.Faults{MaxNumSeqs: -1}}, []string{"MaxNumSeqs"}},
 		{emulator.Config{Faults: emulator.Faults{Metrics: "x"}}, []string{"Metrics", `"x"`}},
+		{emulator.Config{Faults: emulator.Faults{StallEvery: -1}}, []string{"StallEvery", "-1"}},
+		{emulator.Config{Faults: emulator.Faults{StallEvery: time.Second, StallFor: time.Second}}, []string{"StallEvery", "1s", "twice"}},
+		{emulator.Config{DataParallel: -1}, []string{"DataParallel", "-1"}},
+		{emulator.Config{DataParallel: 1000}, []string{"DataParallel", "1000", "64"}},
 	}
 	for _, row := range rows {
 		_, err := emulator.New(row.cfg, slog.New(slog.DiscardHandler))

@@ -26,6 +26,9 @@ const maxBody = 256 << 20
 // slowMetrics is how long a slow metrics page takes.
 const slowMetrics = 10 * time.Second
 
+// maxFreeze bounds what a call may freeze the engine for.
+const maxFreeze = 10 * time.Minute
+
 func (e *Emulator) routes() http.Handler {
 	mux := http.NewServeMux()
 	get := func(path string, h http.HandlerFunc) {
@@ -44,7 +47,7 @@ func (e *Emulator) routes() http.Handler {
 		writeJSON(w, http.StatusOK, fmt.Appendf(nil, `{"version":"%s"}`, Version))
 	})
 	get("/v1/models", e.models)
-	metrics := promhttp.HandlerFor(e.metrics.registry, promhttp.HandlerOpts{})
+	metrics := promhttp.HandlerFor(e.metrics, promhttp.HandlerOpts{})
 	get("/metrics", func(w http.ResponseWriter, r *http.Request) { e.metricsPage(w, r, metrics) })
 	for _, ep := range job.Endpoints() {
 		mux.HandleFunc(string(ep), func(w http.ResponseWriter, r *http.Request) { e.serveCall(w, r, ep) })
@@ -53,7 +56,22 @@ func (e *Emulator) routes() http.Handler {
 		e.report(r, nil)
 		writeError(w, &apiError{status: http.StatusNotFound, kind: "Not Found", message: "Not Found"})
 	})
-	return mux
+	mux.HandleFunc("POST /emulator/freeze", e.freeze)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		e.thawed(e.stopped)
+		mux.ServeHTTP(w, r)
+	})
+}
+
+// freeze lets a benchmark choose when the engine stalls.
+func (e *Emulator) freeze(w http.ResponseWriter, r *http.Request) {
+	d, err := time.ParseDuration(r.FormValue("for"))
+	if err != nil || d < 0 || d > maxFreeze {
+		writeError(w, badRequest("for", "for is %q: it must be a duration from 0s to %v", r.FormValue("for"), maxFreeze))
+		return
+	}
+	e.Freeze(d)
+	w.WriteHeader(http.StatusNoContent)
 }
 
 func (e *Emulator) report(r *http.Request, body []byte) {
@@ -198,6 +216,9 @@ func (e *Emulator) serveCall(w http.ResponseWriter, r *http.Request, ep job.Endp
 	if refusal == nil {
 		refusal = e.checkModel(q)
 	}
+	if refusal == nil {
+		refusal = e.checkAbilities(q)
+	}
 	if refusal != nil {
 		writeError(w, refusal)
 		return
@@ -243,6 +264,17 @@ func (e *Emulator) checkModel(q *request) *apiError {
 		refusal := failure(http.StatusNotFound, fmt.Sprintf("The model `%s` does not exist.", q.model))
 		refusal.param = "model"
 		return refusal
+	}
+	return nil
+}
+
+// checkAbilities refuses what this engine was set up not to know.
+func (e *Emulator) checkAbilities(q *request) *apiError {
+	switch {
+	case q.continues && e.cfg.NoContinuation:
+		return invalid("continue_final_message", "extra_forbidden", "Extra inputs are not permitted")
+	case q.priority != 0 && !e.cfg.PriorityScheduling:
+		return badRequest("", "Got priority %d but Priority scheduling is not enabled.", q.priority)
 	}
 	return nil
 }

@@ -8,9 +8,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// metrics are the page that vLLM shows: the core's state and counters as they are when somebody looks, and histograms kept on the way.
+// metrics are one rank's part of the page that vLLM shows: the core's state and counters as they are when somebody looks, and histograms kept on the way.
 type metrics struct {
-	registry *prometheus.Registry
 	// Times are wall times, as a scaled engine's clients see them.
 	firstToken, interToken, latency prometheus.Observer
 	promptTokens, generatedTokens   prometheus.Observer
@@ -18,17 +17,17 @@ type metrics struct {
 	success                         map[string]prometheus.Counter
 }
 
-// metricLabels of all of the engine's series. An emulator is one engine.
-func metricLabels(model string) prometheus.Labels {
-	return prometheus.Labels{"model_name": model, "engine": "0"}
+// metricLabels of all series of one rank.
+func metricLabels(model string, rank int) prometheus.Labels {
+	return prometheus.Labels{"model_name": model, "engine": strconv.Itoa(rank)}
 }
 
-func newMetrics(model string, maxModelLen int, stats func() (s Stats, nan bool)) *metrics {
-	labels := metricLabels(model)
-	m := &metrics{registry: prometheus.NewRegistry(), success: make(map[string]prometheus.Counter)}
+func newMetrics(registry *prometheus.Registry, model string, rank, maxModelLen int, stats func() (s Stats, nan bool)) *metrics {
+	labels := metricLabels(model, rank)
+	m := &metrics{success: make(map[string]prometheus.Counter)}
 	histogram := func(name, help string, buckets []float64) prometheus.Observer {
 		h := prometheus.NewHistogram(prometheus.HistogramOpts{Name: name, Help: help, ConstLabels: labels, Buckets: buckets})
-		m.registry.MustRegister(h)
+		registry.MustRegister(h)
 		return h
 	}
 	lengths := oneTwoFive(maxModelLen)
@@ -43,14 +42,14 @@ func newMetrics(model string, maxModelLen int, stats func() (s Stats, nan bool))
 	m.iterationTokens = histogram("vllm:iteration_tokens_total", "Histogram of number of tokens per engine_step.",
 		[]float64{1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384})
 	for _, reason := range []string{"stop", "length", "abort", "error"} {
-		l := metricLabels(model)
+		l := metricLabels(model, rank)
 		l["finished_reason"] = reason
 		m.success[reason] = prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "vllm:request_success_total", Help: "Count of successfully processed requests.", ConstLabels: l,
 		})
-		m.registry.MustRegister(m.success[reason])
+		registry.MustRegister(m.success[reason])
 	}
-	m.registry.MustRegister(newCoreCollector(labels, stats))
+	registry.MustRegister(newCoreCollector(labels, stats))
 	return m
 }
 
@@ -96,7 +95,7 @@ func newCoreCollector(labels prometheus.Labels, stats func() (Stats, bool)) *cor
 	row(counter, "vllm:prefix_cache_hits_total", "Prefix cache hits, in terms of number of cached tokens.", func(s Stats) float64 { return float64(s.PrefixHits) })
 	s, _ := stats()
 	c.info = prometheus.NewDesc("vllm:cache_config_info", "Information of the LLMEngine CacheConfig", nil, prometheus.Labels{
-		"block_size": strconv.Itoa(BlockTokens), "cache_dtype": "auto", "enable_prefix_caching": "True", "engine": "0",
+		"block_size": strconv.Itoa(BlockTokens), "cache_dtype": "auto", "enable_prefix_caching": "True", "engine": labels["engine"],
 		"gpu_memory_utilization": "0.9", "kv_cache_size_tokens": strconv.Itoa(s.Blocks * BlockTokens),
 		// vLLM's own number counts one block that it never hands out.
 		"num_gpu_blocks": strconv.Itoa(s.Blocks + 1),

@@ -52,6 +52,9 @@ type request struct {
 	// logprobs is the number of alternatives asked for, -1 for no logprobs.
 	logprobs int
 	echo     bool
+	priority int
+	// continues: the body has continue_final_message, whatever its value.
+	continues bool
 	// base64 and dimensions are an embedding's.
 	base64     bool
 	dimensions int
@@ -136,6 +139,7 @@ func parse(endpoint job.Endpoint, raw []byte, salt hash) (*request, *apiError) {
 	q := &request{endpoint: endpoint, n: 1, maxTokens: -1, logprobs: -1}
 	read(r, "model", &q.model)
 	salt = salt.string(q.model).end()
+	read(r, "priority", &q.priority)
 	var cacheSalt string
 	read(r, "cache_salt", &cacheSalt)
 	kv := salt.string(cacheSalt).end()
@@ -322,6 +326,7 @@ func (q *request) readChat(r *reader, seed, kv hash) {
 	}
 	var proceed, generation bool
 	read(r, "continue_final_message", &proceed)
+	q.continues = r.given("continue_final_message")
 	read(r, "add_generation_prompt", &generation)
 	if proceed && generation {
 		r.fail(badRequest("", "Cannot set both `continue_final_message` and `add_generation_prompt` to True."))
