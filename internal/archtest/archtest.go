@@ -25,7 +25,7 @@ var Edges = map[string][]string{
 	"internal/client": {"internal/job"},
 
 	// What several roles do alike.
-	"internal/affinity":  {"internal/job"},
+	"internal/affinity":  {"internal/cluster", "internal/job"},
 	"internal/schedule":  {"internal/job"},
 	"internal/admission": {"internal/job"},
 	"internal/settle":    {"internal/blob", "internal/job", "internal/queue", "internal/relay", "internal/results"},
@@ -83,6 +83,7 @@ var Reserved = map[string]Reservation{
 	"github.com/alicebob/miniredis":                                      {Importers: []string{"internal/embedded"}, Tests: true},
 	"github.com/labstack/echo":                                           {Importers: []string{"api"}},
 	"github.com/spf13/cobra":                                             {Importers: []string{"cmd/millrace"}},
+	"github.com/NVIDIA/go-nvml":                                          {Importers: []string{"internal/gpu"}},
 	"github.com/vbauerster/mpb":                                          {Importers: []string{"cmd/millrace"}},
 	"github.com/openai/openai-go":                                        {Importers: []string{"examples/openai-go"}, Tests: true},
 	"database/sql":                                                       {},
