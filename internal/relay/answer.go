@@ -230,8 +230,8 @@ func (a *Answer) add(k kind, body []byte) {
 	a.publish(b) // if it could not be sent, tend makes the API ask for it
 }
 
-// Finish sends End and returns once the API has everything; or ErrGone or ErrHeld if it told the attempt to stop (see Err); or ctx's error. An End with Retry gives the job back for another attempt. Its
-// sender must have sent nothing before: what the client has been shown cannot be taken back, and the API then ends the answer with an error.
+// Finish sends End and returns once the API has everything; or ErrGone or ErrHeld if it told the attempt to stop (see Err); or ctx's error. An End with Retry gives the job back for another attempt. What
+// the client has been shown cannot be taken back: where no other attempt can go on with it, the API then ends the answer with an error.
 func (a *Answer) Finish(ctx context.Context, e End) error {
 	body, err := json.Marshal(e)
 	if err != nil {

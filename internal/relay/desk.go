@@ -62,7 +62,7 @@ func (d *Desk) close() {
 
 // Expect opens a seat for a live job before it is published. Once the Desk has ended the seat is closed from the start.
 func (d *Desk) Expect(id job.ID) *Seat {
-	s := &Seat{desk: d, id: id, wake: make(chan struct{}, 1)}
+	s := &Seat{desk: d, id: id, wake: make(chan struct{}, 1), maxShown: d.maxShown()}
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed {
@@ -71,6 +71,11 @@ func (d *Desk) Expect(id job.ID) *Seat {
 	}
 	d.seats[id] = s
 	return s
+}
+
+// maxShown is how many bytes of a stream a claim's reply can carry: in its JSON they are base64.
+func (d *Desk) maxShown() int {
+	return max(0, min(maxShown, (int(d.relay.nc.MaxPayload())-replyRoom)/4*3))
 }
 
 // Seats lists the open seats' ids: what the API publishes again when a LIVE stream was lost. A seat whose answer has ended is not among them.

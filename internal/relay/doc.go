@@ -13,6 +13,9 @@
 // The API's Desk gives a job to one worker at a time, by a claim: each attempt has a token, which rises. What comes from another attempt than the current one is ignored, and its sender told to
 // stop. A claim whose answer is not opened within 3 s is void, since the yes may never have arrived.
 //
+// A Seat keeps what its reader took of a stream, and gives it to the next attempt with the claim. What counts is what was read there and not what a worker has sent: so the reader gets no byte
+// twice and misses none, wherever an attempt ends.
+//
 // # Subjects
 //
 //	millrace.bell.<job>           the job changed

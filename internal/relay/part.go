@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"mime"
+	"net/http"
 
 	"github.com/millrace/millrace/internal/job"
 )
@@ -33,7 +35,14 @@ type Head struct {
 	Continues bool `json:"continues,omitempty"`
 }
 
-// End of an answer. Error is set when the attempt ended without a whole answer: the job failed for good. Retry says that the job was given back and another attempt will follow; then no part of the answer had been sent before.
+// stream tells whether a stream of events follows.
+func (h *Head) stream() bool {
+	media, _, err := mime.ParseMediaType(h.ContentType)
+	return err == nil && media == "text/event-stream" && h.StatusCode == http.StatusOK
+}
+
+// End of an answer. Error is set when the attempt ended without a whole answer: the job failed for good. Retry says that the job was given back and another attempt will follow; then no part of the answer
+// had been read before, or one of a stream that can be gone on with.
 type End struct {
 	Error *job.Error `json:"error,omitempty"`
 	Usage *job.Usage `json:"usage,omitempty"`

@@ -1,6 +1,7 @@
 package relay
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"io"
@@ -18,6 +19,9 @@ const (
 	partSize = 64
 	// voidAfter is when a claim is void whose answer was never opened: longer than its worker waits for the reply.
 	voidAfter = claimTimeout + time.Second
+	// maxShown bounds what is kept of a stream so that another attempt can go on with it, replyRoom what a claim's reply has beside it.
+	maxShown  = 512 << 10
+	replyRoom = 4 << 10
 )
 
 // Seat is one waiting connection. One goroutine may call Next; the rest is safe for concurrent use.
@@ -46,6 +50,12 @@ type Seat struct {
 	ended   bool    // the answer's last part has come
 	over    bool    // and was read
 	closed  bool
+
+	// head is that of the answer as read. shown is what was read of a stream behind it, over all attempts, at most maxShown bytes; lost: there was more.
+	maxShown int
+	head     *Head
+	shown    []byte
+	lost     bool
 }
 
 // claim answers c at the time now.
@@ -69,7 +79,7 @@ func (s *Seat) claim(now time.Time, c ClaimRequest) claimReply {
 		s.worker, s.ackSubject, s.claimed = c.Worker, c.AckSubject, now
 		s.next, s.asked, s.unacked, s.unackedBytes = 1, 0, 0, 0
 	}
-	return claimReply{Claimed: Claimed{Token: s.token, Charged: s.charged}}
+	return claimReply{Claimed: Claimed{Token: s.token, Charged: s.charged, Shown: s.shown}}
 }
 
 func (s *Seat) attempt() attempt { return attempt{s.id, s.token} }
@@ -181,20 +191,48 @@ func (s *Seat) breakOff(e *End) {
 	s.push(&Part{End: e})
 }
 
-// giveBack frees the job for another attempt if the client was shown nothing of this one, and tells that the attempt is over. s.mu is held.
+// giveBack frees the job for another attempt if that can begin anew or go on with what was read of this one, and tells that the attempt is over. s.mu is held.
 func (s *Seat) giveBack(e *End) (over bool) {
 	s.drop()
 	s.held = false
 	if e.Charged {
 		s.charged++
 	}
-	if s.started {
+	if s.started && !s.resumable() {
 		end := failure("the worker broke its answer off")
 		end.Reason = e.Reason
 		s.ended = true
 		s.push(&Part{End: end})
 	}
 	return true
+}
+
+// keep notes what the reader gets of a stream. s.mu is held.
+func (s *Seat) keep(p *Part) {
+	switch {
+	case p.Head != nil:
+		s.head = p.Head
+		if !p.Head.Continues {
+			s.shown, s.lost = nil, false
+		}
+	case p.End != nil:
+		s.shown, s.lost = nil, true
+	case s.lost || s.head == nil || !s.head.stream():
+	case len(s.shown)+len(p.Data) > s.maxShown:
+		s.shown, s.lost = nil, true
+	default:
+		s.shown = append(s.shown, p.Data...)
+	}
+}
+
+// resumable tells whether another attempt can follow: of the answer as read either nothing was data, or it is a stream of which all was kept, up to the end of an event. s.mu is held.
+func (s *Seat) resumable() bool {
+	return s.head != nil && s.head.stream() && !s.lost && (len(s.shown) == 0 || atBoundary(s.shown))
+}
+
+// atBoundary tells whether an event of a stream ends where b ends.
+func atBoundary(b []byte) bool {
+	return bytes.HasSuffix(b, []byte("\n\n")) || bytes.HasSuffix(b, []byte("\n\r\n")) || bytes.HasSuffix(b, []byte("\r\r"))
 }
 
 // drop forgets what was not read. s.mu is held.
@@ -221,6 +259,7 @@ func (s *Seat) Next(ctx context.Context) (*Part, error) {
 			}
 			s.bytes -= len(p.Data) + partSize
 			s.started, s.over = true, p.End != nil
+			s.keep(p)
 			s.mu.Unlock()
 			return p, nil
 		case s.over:
@@ -253,8 +292,16 @@ func (s *Seat) Started() bool {
 	return s.started
 }
 
+// Resumable tells whether another attempt can go on with what was read: a stream of which everything was kept, up to the end of an event.
+func (s *Seat) Resumable() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.resumable()
+}
+
 // Release takes the job from its (dead) holder, so that another may claim it; charged adds to the tries. What was not read of the attempt is dropped, and should it live after all it is told ErrHeld.
-// If parts of it have been taken, the next attempt's follow them, beginning with its Head: release such a seat only if what was taken can be thrown away. Without a holder it does nothing.
+// If parts of it have been taken, the next attempt's follow them, beginning with its Head, which tells whether it goes on with them: release such a seat only if it is Resumable, or what was taken
+// can be thrown away. Without a holder it does nothing.
 func (s *Seat) Release(charged bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

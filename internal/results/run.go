@@ -60,7 +60,7 @@ type Claim struct {
 
 // Claim is the dedupe of deliveries, in one script: ended -> Ended; live lease of another -> Held; not_before in the future -> TooEarly; no record, an earlier attempt (token > 0), or
 // Delivered > 1, unless Checked -> CheckDone; no record and not Whole -> Unrecorded; else taken: token = max(previous + 1, Redis TIME in ms), lease = now + Lease,
-// state running, the attempt added, and a `status` event, or a `reset` where token events of an earlier attempt stand in the stream, appended with n+1. If the stream is missing and this is not provably
+// state running, the attempt added, and a `status` event, or a `reset` where token events of an earlier attempt stand in the stream and not Resume, appended with n+1. If the stream is missing and this is not provably
 // the first attempt, readers may have text of one that is forgotten: n starts at Redis TIME in ms, with a `reset`. The worker's held set is written before the script. An attempt whose lease ran out before is counted as uncharged.
 // A claim by the same worker for the same AckSubject, while that claim's lease lives, is a repeat: Taken, with the same token.
 func (s *Store) Claim(ctx context.Context, r ClaimRequest) (*Claim, error) {
@@ -86,7 +86,7 @@ func (s *Store) claim(ctx context.Context, r ClaimRequest) (*Claim, error) {
 		keys:   []string{s.recordKey(r.Job.ID), s.eventsKey(r.Job.ID)},
 		args: []any{
 			worker, r.Lease.Milliseconds(), r.AckSubject, flag(r.Checked), flag(r.Delivered > 1),
-			flag(r.Job.Events), s.expireAt(r.Job), s.cfg.MaxEvents,
+			flag(r.Job.Events), s.expireAt(r.Job), s.cfg.MaxEvents, flag(r.Resume),
 		},
 	})
 	if err != nil {
@@ -101,7 +101,7 @@ func (s *Store) claim(ctx context.Context, r ClaimRequest) (*Claim, error) {
 	case c.Verdict == Taken && len(a) == 9:
 		c.Token, c.N, c.Now = job.Token(number(a[1])), number(a[2]), job.Millis(number(a[7]))
 		c.Charged, c.Deaths, c.Uncharged = int(number(a[3])), int(number(a[4])), int(number(a[5]))
-		c.CancelAsked, c.Restarted = number(a[6]) == 1, number(a[8]) == 1
+		c.CancelAsked, c.Restarted, c.Partial = number(a[6]) == 1, number(a[8]) == 1, number(a[8]) == 2
 		return c, nil
 	case c.Verdict == Held && len(a) == 3:
 		c.Wait = job.Millis(number(a[1])).Duration()

@@ -1,8 +1,8 @@
 -- Takes a job for a worker's attempt, or says why not.
 -- KEYS: 1 record, 2 events
 -- ARGV: 1 worker, 2 lease (ms), 3 ack subject, 4 '1' if DONE was looked at, 5 '1' if this is not the first delivery,
---       6 '1' if the job keeps events, 7 when the keys expire (ms), 8 bound of the event stream
--- Returns {'taken', token, number of the event appended, charged, deaths, uncharged, cancel asked, now, 1 if it was a reset},
+--       6 '1' if the job keeps events, 7 when the keys expire (ms), 8 bound of the event stream, 9 '1' if the worker can perhaps continue a partial answer
+-- Returns {'taken', token, number of the event appended, charged, deaths, uncharged, cancel asked, now, 1 if it was a reset, 2 if the worker is to continue or reset},
 --         {'held', rest of the lease (ms), its worker}, {'too_early', rest of the delay (ms)}, {'ended'}, {'check_done'}, {'unrecorded'}
 local record, events = KEYS[1], KEYS[2]
 local s, k, w, l, q, nb, n, cn, rs, d, ch, un, c, at, v, f, fr = unpack(redis.call('HMGET', record,
@@ -34,7 +34,7 @@ if ARGV[6] == '1' then
 	if t then
 		token = math.max(token, t + 1)
 		cn = math.max(number, n) + 1
-		if f or kind == 'token' then rs = 1 end
+		if f or kind == 'token' then rs = ARGV[9] == '1' and 2 or 1 end
 	elseif fr and k == 0 and ARGV[5] ~= '1' then
 		cn = 1
 	else -- there may have been events: start above any number that they can have had, and from nothing for whoever has seen them

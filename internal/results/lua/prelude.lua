@@ -4,7 +4,7 @@
 --   j job (JSON)            s state                a accepting since        v version
 --   k token of the attempt  w its worker           l its lease's end        q its delivery's ack subject
 --   nb not before           c cancel asked (1)     x token whose lease was ended for a dead worker
---   n last event's number   cn the claim's number  rs the claim appended a reset (1)
+--   n last event's number   cn the claim's number  rs the claim appended a reset (1), or left that to its worker (2)
 --   d deaths                ch charged attempts    un uncharged attempts    at log of attempts
 --   f first token           o outcome (JSON)       h the answer is kept (1)
 --   fr (1): written when the job was submitted, and there ever since: no attempt can have been forgotten

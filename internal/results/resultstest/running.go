@@ -250,6 +250,50 @@ func claimNumbersLost(e *env) {
 	}
 }
 
+// claimPartial: who can perhaps continue finds the tokens as they are, under a new token that fences the old one, and resets what it cannot continue.
+func claimPartial(e *env) {
+	resume := func(r results.ClaimRequest) results.ClaimRequest { r.Resume = true; return r }
+	j := e.queued()
+	first := e.claim(resume(request(j, "w1")), results.Taken)
+	if first.Partial || first.Restarted || first.N != 1 {
+		e.Fatalf("the first claim: %+v", first)
+	}
+	// An attempt that brought nothing leaves nothing to continue.
+	e.ok(e.GiveBack(e.ctx, j.ID, first.Token, 0, false, "drained"))
+	second := e.claim(resume(again(j, "w1", 2)), results.Taken)
+	if second.Partial || second.Restarted {
+		e.Fatalf("the second claim: %+v", second)
+	}
+	e.ok(e.Append(e.ctx, j, tokens(second, 3, "a", "b")))
+	_, err := e.EndLease(e.ctx, j.ID, "w1", true)
+	e.ok(err)
+	third := e.claim(resume(again(j, "w2", 3)), results.Taken)
+	if !third.Partial || third.Restarted || third.N != 5 {
+		e.Fatalf("the third claim: %+v", third)
+	}
+	e.is(e.Append(e.ctx, j, tokens(second, 5, "late")), results.ErrFenced)
+	repeat := e.claim(resume(again(j, "w2", 3)), results.Taken)
+	repeat.Now = third.Now
+	e.same("repeat", repeat, third)
+	e.ok(e.Append(e.ctx, j, tokens(third, 6, "c")))
+	e.ok(e.GiveBack(e.ctx, j.ID, third.Token, 0, false, "stalled"))
+	// One that continues nothing resets what all of them brought.
+	fourth := e.claim(again(j, "w3", 4), results.Taken)
+	if fourth.Partial || !fourth.Restarted {
+		e.Fatalf("the fourth claim: %+v", fourth)
+	}
+	e.same("events", show(e.all(j)), []string{
+		`1:status:{"status":"running","attempt":1}`, `2:status:{"status":"running","attempt":2}`, "3:token:a", "4:token:b",
+		`5:status:{"status":"running","attempt":3}`, "6:token:c", `7:reset:{"text":"","attempt":4}`,
+	})
+	// Without the stream there is nothing to continue, and readers may have had some.
+	e.ok(e.GiveBack(e.ctx, j.ID, fourth.Token, 0, false, "drained"))
+	e.ok(e.raw.Del(e.ctx, e.prefix+"{"+string(j.ID)+"}:e").Err())
+	if c := e.claim(resume(again(j, "w4", 5)), results.Taken); c.Partial || !c.Restarted {
+		e.Fatalf("the claim without a stream: %+v", c)
+	}
+}
+
 func claimTrimsAttempts(e *env) {
 	j := e.queued()
 	w := job.Worker("worker-" + strings.Repeat("x", 60))
