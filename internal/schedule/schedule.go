@@ -82,9 +82,11 @@ type Status struct {
 	Capacity, Free job.Tokens
 	// FreeRank is the largest that is free in one rank.
 	FreeRank job.Tokens
-	// Running jobs, and those in hand.
-	Running, InHand int
-	Level           int
+	// Running jobs, their sequences, and jobs in hand.
+	Running, Sequences, InHand int
+	// Waiting is how many requests wait inside the engine, by its last word.
+	Waiting int
+	Level   int
 	// TTFT is the expected time to the first token of a typical job.
 	TTFT time.Duration
 	// Limit on running sequences now, 0 if there is none. Brake says why nothing is pulled though there is room; "" if nothing brakes.

@@ -1,46 +1,889 @@
 package schedule
 
-import "time"
+import (
+	"cmp"
+	"fmt"
+	"math"
+	"slices"
+	"time"
+
+	"github.com/millrace/millrace/internal/job"
+)
+
+const (
+	// block is the engines' unit of KV cache in tokens: costs are rounded up to it.
+	block = 16
+	// margin is how many tokens ahead each running sequence is counted: what is reserved to start a job is small, because reserving expected lengths leaves the cache empty.
+	margin = 16
+	// peakQuantile of the answers' lengths is what the check of the future peak expects.
+	peakQuantile = 0.9
+	// maxBatch bounds what one pull asks for.
+	maxBatch = 32
+	// topTTFT is the expected TTFT in seconds up to which the level is 0; each level doubles it.
+	topTTFT  = 0.025
+	maxLevel = 9
+	// fresh is for how long a job that has started may be missing in what the engine says.
+	fresh = 500 * time.Millisecond
+	// preemptAfter is how long an interactive job is in hand before batch work is given back for it: room that comes by itself is cheaper.
+	preemptAfter = 50 * time.Millisecond
+	// quietLeast is the least silence of an engine that has work which counts as a halt, quietSteps that in expected steps.
+	quietLeast = 150 * time.Millisecond
+	quietSteps = 3
+	// blindStarts is how many sequences run at most while the engine's metrics cannot be read, unless more do already.
+	blindStarts = 8
+	// window is the time without trouble after which a limit that was cut grows again.
+	window = time.Second
+	// Each reading with new preemptions cuts the part of the cache that is filled by keep; each without gives regain back; leastFill is the least.
+	keep, regain, leastFill = 0.9, 0.01, 0.5
+)
+
+// Why nothing is pulled though there is room.
+const (
+	BrakeQuiet      = "the engine gives no tokens"
+	BrakeWaiting    = "requests wait inside the engine"
+	BrakePreempting = "the engine preempts sequences"
+)
 
 // Scheduler is one engine's ledger and line of jobs in hand. Not safe for concurrent use.
-type Scheduler struct{ cfg Config }
+type Scheduler struct {
+	cfg     Config
+	lengths *lengths
+	pace    pace
+	prompts map[job.Model]float64 // prompt tokens as the engine counts them, for each as estimated
+
+	// What the engine said last.
+	ranks     []Rank
+	estimated bool
+	read      bool      // there is a reading
+	blind     bool      // metrics cannot be read
+	readAt    time.Time // of the last reading
+	last      Reading
+	most      int     // sequences that the engine runs at once; 0 is no limit
+	share     float64 // of what the ledger counts that the engine holds: prefixes may be shared
+	foreign   float64 // tokens that the engine holds and the ledger does not know
+	waited    int     // readings in a row with requests waiting that nothing explains
+	preempted bool    // preemptions rose at the last reading
+	fill      float64 // part of what may be used that is, 1 without preemptions
+
+	// What runs, in the order of starting.
+	running []*Ticket
+	seqs    int
+	held    job.Tokens // by running, prompts and tokens
+	young   job.Tokens // of held, what started so lately that a reading may not show it
+	pending job.Tokens // prompt tokens that are started and not yet computed
+	alive   time.Time  // the last sign of progress
+	doneAt  time.Time  // when the prefill of what started last is expected to end
+
+	// Additive increase, multiplicative decrease.
+	limit   int // 0 is none
+	ceiling int // running sequences when the limit was cut first
+	cutAt   time.Time
+	grownAt time.Time
+
+	hand    []*Ticket
+	arrived uint64
+	credit  float64 // starts that the batch class has coming while higher ones wait
+	typical float64 // running mean of prompts in tokens
+	pulls   map[int]int
+}
 
 // Ticket is a job in hand or running.
-type Ticket struct{ Ask Ask }
+type Ticket struct {
+	Ask Ask
+	// Preemptible jobs of the batch class may be given back for interactive ones. Lane jobs wait for this worker alone.
+	Preemptible, Lane bool
+
+	state   ticketState
+	number  uint64
+	offered time.Time
+	started time.Time
+	last    time.Time // of its last token
+	due     time.Time // when an unseen prefill is expected to have ended
+	rank    int
+	prompt  job.Tokens // all answers together
+	seqs    int
+	grown   job.Tokens
+	expects job.Tokens // for one answer, at most
+	ahead   float64    // prompt tokens that stood before its first token at the start, its own included
+	young   bool
+	pending bool
+	named   bool // for preemption
+}
+
+type ticketState int
+
+const (
+	inHand ticketState = iota
+	running
+	over
+)
 
 // New validates cfg; the error names the field, its value and the bound.
-func New(cfg Config) (*Scheduler, error) { panic("not yet") }
+func New(cfg Config) (*Scheduler, error) {
+	switch cfg.Order {
+	case "":
+		cfg.Order = Oldest
+	case Oldest, Shortest:
+	default:
+		return nil, fmt.Errorf("schedule: Order is %q: want %s or %s", cfg.Order, Oldest, Shortest)
+	}
+	if cfg.Reserve == 0 {
+		cfg.Reserve = 0.03
+	}
+	if !(cfg.Reserve > 0 && cfg.Reserve < 1) {
+		return nil, fmt.Errorf("schedule: Reserve is %v: want more than 0 and less than 1", cfg.Reserve)
+	}
+	if cfg.TokenBudget == 0 {
+		cfg.TokenBudget = 2048
+	}
+	if cfg.TokenBudget < 1 {
+		return nil, fmt.Errorf("schedule: TokenBudget is %d: want 1 or more", cfg.TokenBudget)
+	}
+	if cfg.Trickle == 0 {
+		cfg.Trickle = 0.05
+	}
+	if !(cfg.Trickle <= 1) {
+		return nil, fmt.Errorf("schedule: Trickle is %v: want 1 or less; a negative one is none", cfg.Trickle)
+	}
+	if cfg.DefaultOutput == 0 {
+		cfg.DefaultOutput = 256
+	}
+	if cfg.DefaultOutput < 1 {
+		return nil, fmt.Errorf("schedule: DefaultOutput is %d: want 1 or more", cfg.DefaultOutput)
+	}
+	return &Scheduler{
+		cfg: cfg, lengths: newLengths(cfg.DefaultOutput), pace: newPace(), prompts: map[job.Model]float64{}, share: 1, fill: 1, typical: 256, pulls: map[int]int{},
+	}, nil
+}
+
+// --- what the engine says ---
 
 // Observe takes what the engine says about itself. Readings come every 250 ms while anything runs, else every few seconds.
-func (s *Scheduler) Observe(now time.Time, r Reading) { panic("not yet") }
+func (s *Scheduler) Observe(now time.Time, r Reading) {
+	s.settle(now)
+	if s.estimated != r.Estimated || len(s.ranks) != len(r.Ranks) {
+		s.share, s.foreign = 1, 0
+	}
+	s.ranks, s.estimated, s.most = append(s.ranks[:0], r.Ranks...), r.Estimated, r.MaxRunning
+	progress := s.read && !s.blind && (r.GeneratedTokens > s.last.GeneratedTokens || r.PromptTokens > s.last.PromptTokens)
+	if progress {
+		s.alive = now
+		if d := r.GeneratedTokens - s.last.GeneratedTokens; d > 0 && s.last.GeneratedTokens >= 0 && r.Running > 0 && s.last.Running > 0 && len(s.running) > 0 {
+			s.pace.tick(now.Sub(s.readAt).Seconds() * float64(r.Running+s.last.Running) / 2 / float64(d))
+		}
+	}
+	if d := r.PromptTokens - s.last.PromptTokens; progress && s.last.PromptTokens >= 0 && d > 0 {
+		s.pace.prefilled(float64(d), now.Sub(s.readAt).Seconds())
+	}
+	s.reconcile(r)
+	s.brake(now, r)
+	s.last, s.read, s.blind, s.readAt = r, true, false, now
+}
+
+// tells reports whether the engine counts its tokens.
+func tells(r Reading) bool { return r.GeneratedTokens >= 0 || r.PromptTokens >= 0 }
+
+// reconcile compares the ledger with what the engine holds.
+func (s *Scheduler) reconcile(r Reading) {
+	if r.Estimated {
+		s.share, s.foreign = 1, 0
+		return
+	}
+	var used float64
+	for _, k := range r.Ranks {
+		used += float64(k.Used)
+	}
+	known := float64(s.held - s.young)
+	// What runs undisturbed is wholly visible: the rest of the ledger is shared with others.
+	if s.young == 0 && s.pending == 0 && r.Waiting == 0 && known > 0 {
+		s.share += (min(1, max(0.05, used/known)) - s.share) / 4
+	}
+	s.foreign = max(0, used-s.share*known-float64(s.young))
+}
+
+// brake looks for signs that the engine has more than it can do, whatever its cache says.
+func (s *Scheduler) brake(now time.Time, r Reading) {
+	unexplained := false
+	if r.Waiting > 0 {
+		own, oldest := 0, now
+		for _, t := range s.running {
+			if t.pending {
+				own += t.seqs
+				if t.started.Before(oldest) {
+					oldest = t.started
+				}
+			}
+		}
+		unexplained = r.Waiting > own || now.Sub(oldest) > fresh+seconds(2*s.pace.first(float64(s.pending)))
+	}
+	if unexplained {
+		s.waited++
+	} else {
+		s.waited = 0
+	}
+	s.preempted = s.read && s.last.Preemptions >= 0 && r.Preemptions > s.last.Preemptions
+	if s.preempted {
+		s.fill = max(leastFill, s.fill*keep)
+	} else {
+		s.fill = min(1, s.fill+regain)
+	}
+}
 
 // Unseen notes that the engine's metrics could not be read: until the next reading the ledger alone counts, and starts are few.
-func (s *Scheduler) Unseen(now time.Time) { panic("not yet") }
+func (s *Scheduler) Unseen(now time.Time) {
+	s.settle(now)
+	s.blind, s.waited, s.preempted = true, 0, false
+}
+
+// Brake says why nothing may be pulled or started though there is room; "" if nothing brakes.
+func (s *Scheduler) Brake(now time.Time) string {
+	switch {
+	case s.quiet(now):
+		return BrakeQuiet
+	case s.waited >= 2:
+		return BrakeWaiting
+	case s.preempted:
+		return BrakePreempting
+	}
+	return ""
+}
+
+// quiet tells whether the engine has had work and shown no progress for so long that it must have halted: who does not pull then is not fed.
+func (s *Scheduler) quiet(now time.Time) bool {
+	at := s.quietAt()
+	return !at.IsZero() && !now.Before(at)
+}
+
+// quietAt is when silence begins to count as a halt; zero if nothing could be seen anyway.
+func (s *Scheduler) quietAt() time.Time {
+	if len(s.running) == 0 || s.alive.IsZero() {
+		return time.Time{}
+	}
+	if s.seesTokens() {
+		return s.alive.Add(s.patience())
+	}
+	if s.read && tells(s.last) && !s.blind { // by the counters, which are looked at four times a second
+		return s.alive.Add(s.patience() + 2*fresh)
+	}
+	return time.Time{}
+}
+
+// patience is how long an engine with this much work may be silent: some steps, of which one computes prompts up to the token budget.
+func (s *Scheduler) patience() time.Duration {
+	base, each := s.pace.line()
+	step := max(base, s.pace.token) + each*float64(min(s.pending, s.cfg.TokenBudget))
+	return max(quietLeast, seconds(quietSteps*step))
+}
+
+// seesTokens tells whether any of what runs shows its tokens as they come.
+func (s *Scheduler) seesTokens() bool {
+	for _, t := range s.running {
+		if t.Ask.Streams {
+			return true
+		}
+	}
+	return false
+}
+
+// --- the ledger ---
+
+// settle brings what depends on the time alone up to now: prefills that nobody sees end, and what is not young any more.
+func (s *Scheduler) settle(now time.Time) {
+	for _, t := range s.running {
+		if t.young && now.Sub(t.started) >= fresh {
+			s.matured(t)
+		}
+		if t.pending && !t.Ask.Streams && !now.Before(t.due) {
+			s.computed(t)
+		}
+	}
+	if s.limit > 0 && now.Sub(s.cutAt) >= window && now.Sub(s.grownAt) >= window {
+		s.grownAt = now
+		if s.limit += max(1, s.limit/10); s.limit >= 2*s.ceiling {
+			s.limit, s.ceiling = 0, 0
+		}
+	}
+}
+
+func (s *Scheduler) matured(t *Ticket) {
+	if t.young {
+		t.young = false
+		s.young -= t.prompt
+	}
+}
+
+func (s *Scheduler) computed(t *Ticket) {
+	if t.pending {
+		t.pending = false
+		s.pending -= t.prompt
+	}
+}
+
+// capacity is the whole KV cache, usable the part of it that may be filled.
+func (s *Scheduler) capacity() (n job.Tokens) {
+	for _, r := range s.ranks {
+		n += r.Capacity
+	}
+	return n
+}
+
+func (s *Scheduler) usable() float64 {
+	return float64(s.capacity()) * (1 - s.cfg.Reserve) * s.fill
+}
+
+// used is what the engine holds, by its last word and what has changed since, with the margin of what runs.
+func (s *Scheduler) used() float64 {
+	return s.share*float64(s.held-s.young) + float64(s.young) + s.foreign + float64(margin*s.seqs)
+}
+
+func (s *Scheduler) free() float64 { return s.usable() - s.used() }
+
+// freeRank is the largest room in one rank, and that rank. What started since the last reading counts for the rank that it was meant for.
+func (s *Scheduler) freeRank() (room float64, rank int) {
+	if len(s.ranks) <= 1 {
+		return s.free(), 0
+	}
+	room = math.Inf(-1)
+	for i, r := range s.ranks {
+		used, seqs := float64(r.Used), 0
+		if s.estimated {
+			used = 0
+		}
+		for _, t := range s.running {
+			if t.rank == i {
+				seqs += t.seqs
+				if s.estimated || t.young {
+					used += float64(t.prompt + t.grown)
+				}
+			}
+		}
+		if f := float64(r.Capacity)*(1-s.cfg.Reserve)*s.fill - used - float64(margin*seqs); f > room {
+			room, rank = f, i
+		}
+	}
+	return room, rank
+}
+
+// bound is how many sequences may run at once, 0 if nothing bounds them.
+func (s *Scheduler) bound() int {
+	n := s.most
+	if s.limit > 0 && (n == 0 || s.limit < n) {
+		n = s.limit
+	}
+	if s.blind || !s.read {
+		if most := max(blindStarts, s.mostSettled()); n == 0 || most < n {
+			n = most
+		}
+	}
+	return n
+}
+
+// mostSettled is how many sequences the engine was seen with at its last reading.
+func (s *Scheduler) mostSettled() int { return s.last.Running }
+
+// cost of a job's prompts in tokens, in whole blocks.
+func (s *Scheduler) cost(a *Ask) job.Tokens {
+	n := float64(a.Cost.Prompt)
+	if f, ok := s.prompts[a.Model]; ok {
+		n *= f
+	}
+	each := (job.Tokens(math.Ceil(n)) + block - 1) / block * block
+	return max(each, block) * job.Tokens(max(1, a.Cost.Answers))
+}
+
+// fits tells whether t may start now beside what runs. An idle engine gets anything: it knows better than an estimate.
+func (s *Scheduler) fits(now time.Time, t *Ticket) bool {
+	if len(s.running) == 0 {
+		return true
+	}
+	if n := s.bound(); n > 0 && s.seqs+t.seqs > n {
+		return false
+	}
+	if s.pending > 0 && s.pending+t.prompt > s.cfg.TokenBudget {
+		return false
+	}
+	need := float64(t.prompt + job.Tokens(margin*t.seqs))
+	if need > s.free() {
+		return false
+	}
+	if room, _ := s.freeRank(); need > room {
+		return false
+	}
+	return s.peakFits(now, t)
+}
+
+// peakFits checks the future: with the running and the new sequences sorted by what each has yet to generate, longest first, the cache is fullest when one of them ends. At the end of the i-th
+// the first i are still there, each grown by as much as it had to go: max over i of (tokens now of the first i + i * rest of the i-th) must not be over the cache.
+func (s *Scheduler) peakFits(now time.Time, t *Ticket) bool {
+	if s.estimated && len(s.ranks) > 1 { // slots have their own bounds
+		return true
+	}
+	type sequence struct{ now, rest float64 }
+	all := make([]sequence, 0, len(s.running)+1)
+	add := func(t *Ticket) {
+		grown := s.generated(now, t)
+		rest := float64(t.expects - grown)
+		if rest < 1 { // longer than expected: it may end at any time, or go on for as much again as a part of what it has
+			rest = 1 + float64(grown)/4
+			if limit := t.Ask.Cost.Output; limit > 0 {
+				rest = min(rest, float64(max(limit-grown, 1)))
+			}
+		}
+		share := s.share
+		if t.young {
+			share = 1
+		}
+		for range t.seqs {
+			all = append(all, sequence{share*float64(t.prompt)/float64(t.seqs) + float64(grown), rest})
+		}
+	}
+	for _, r := range s.running {
+		add(r)
+	}
+	add(t)
+	slices.SortFunc(all, func(a, b sequence) int { return cmp.Compare(b.rest, a.rest) })
+	var sum float64
+	capacity := float64(s.capacity()) * s.fill
+	if s.seesTokens() { // else it holds the growth that is counted here already
+		capacity -= s.foreign
+	}
+	for i, q := range all {
+		sum += q.now
+		if sum+float64(i+1)*q.rest > capacity {
+			return false
+		}
+	}
+	return true
+}
+
+// generated is how many tokens of one answer of t are there, as seen or, where nobody sees them, as expected.
+func (s *Scheduler) generated(now time.Time, t *Ticket) job.Tokens {
+	if t.Ask.Streams || t.pending || s.pace.token == 0 {
+		return t.grown / job.Tokens(max(1, t.seqs))
+	}
+	return min(t.expects, job.Tokens(now.Sub(t.due).Seconds()/s.pace.token))
+}
+
+// --- the hand ---
 
 // Offer puts a job in hand.
-func (s *Scheduler) Offer(now time.Time, a Ask) *Ticket { panic("not yet") }
+func (s *Scheduler) Offer(now time.Time, a Ask) *Ticket {
+	s.arrived++
+	t := &Ticket{Ask: a, number: s.arrived, offered: now, prompt: s.cost(&a), seqs: max(1, a.Cost.Answers)}
+	t.expects = s.lengths.quantile(&a, peakQuantile)
+	s.typical += (float64(t.prompt) - s.typical) / 32
+	s.hand = append(s.hand, t)
+	s.sort(now)
+	return t
+}
+
+// sort orders the hand: by class, and within a class by age, or by what is expected of each less its age.
+func (s *Scheduler) sort(now time.Time) {
+	key := func(t *Ticket) float64 { return t.Ask.Created.Sub(now).Seconds() }
+	if s.cfg.Order == Shortest && len(s.hand) > 1 {
+		var oldest time.Duration
+		for _, t := range s.hand {
+			oldest = max(oldest, now.Sub(t.Ask.Created))
+		}
+		// A second of waiting counts as a second of work; where the backlog is old, work counts less and less.
+		weight := 1 / (1 + oldest.Seconds()/2)
+		_, each := s.pace.line()
+		key = func(t *Ticket) float64 {
+			work := each*float64(t.prompt) + s.pace.token*float64(t.expects)
+			return weight*work + t.Ask.Created.Sub(now).Seconds()
+		}
+	}
+	slices.SortStableFunc(s.hand, func(a, b *Ticket) int {
+		return cmp.Or(cmp.Compare(a.Ask.Class.Rank(), b.Ask.Class.Rank()), cmp.Compare(key(a), key(b)), cmp.Compare(a.number, b.number))
+	})
+}
 
 // Withdraw takes a job from the hand again. One that has started is not touched: end it.
-func (s *Scheduler) Withdraw(t *Ticket) { panic("not yet") }
+func (s *Scheduler) Withdraw(t *Ticket) {
+	if i := slices.Index(s.hand, t); i >= 0 {
+		s.hand = slices.Delete(s.hand, i, i+1)
+		t.state = over
+	}
+}
 
 // Start takes from the hand what may start now, in order, and counts it as running. next is when to look again though nothing happens; zero is never.
-func (s *Scheduler) Start(now time.Time) (started []*Ticket, next time.Time) { panic("not yet") }
+func (s *Scheduler) Start(now time.Time) (started []*Ticket, next time.Time) {
+	s.settle(now)
+	if len(s.hand) == 0 {
+		return nil, time.Time{}
+	}
+	if s.cfg.Order == Shortest {
+		s.sort(now)
+	}
+	for len(s.hand) > 0 && !s.quiet(now) {
+		i := 0
+		if s.due() {
+			if b := slices.IndexFunc(s.hand, func(t *Ticket) bool { return t.Ask.Class == job.Batch }); b >= 0 && s.fits(now, s.hand[b]) {
+				i = b
+			}
+		}
+		t := s.hand[i]
+		if !s.fits(now, t) {
+			break
+		}
+		s.hand = slices.Delete(s.hand, i, i+1)
+		s.begin(now, t)
+		started = append(started, t)
+	}
+	return started, s.next(now)
+}
+
+// due tells whether the batch class has a start coming.
+func (s *Scheduler) due() bool { return s.credit >= 1 }
+
+// next is when something changes by time alone while jobs are in hand.
+func (s *Scheduler) next(now time.Time) (next time.Time) {
+	if len(s.hand) == 0 {
+		return time.Time{}
+	}
+	sooner := func(t time.Time) {
+		if t.After(now) && (next.IsZero() || t.Before(next)) {
+			next = t
+		}
+	}
+	for _, t := range s.running {
+		if t.pending && !t.Ask.Streams {
+			sooner(t.due)
+		}
+	}
+	sooner(s.quietAt())
+	if s.hand[0].Ask.Class == job.Interactive {
+		sooner(s.hand[0].offered.Add(preemptAfter))
+	}
+	if s.limit > 0 {
+		sooner(maxTime(s.cutAt, s.grownAt).Add(window))
+	}
+	return next
+}
+
+// begin counts t as running.
+func (s *Scheduler) begin(now time.Time, t *Ticket) {
+	if len(s.running) == 0 {
+		s.alive, s.doneAt = now, now
+	}
+	if s.cfg.Trickle > 0 {
+		if t.Ask.Class == job.Batch {
+			s.credit = max(0, s.credit-1)
+		} else {
+			s.credit = min(2, s.credit+s.cfg.Trickle)
+		}
+	}
+	_, t.rank = s.freeRank()
+	t.state, t.started, t.last = running, now, now
+	t.ahead = float64(s.pending + t.prompt)
+	t.young, t.pending = true, true
+	base, each := s.pace.line()
+	s.doneAt = maxTime(s.doneAt, now.Add(seconds(base))).Add(seconds(each * float64(t.prompt)))
+	t.due = s.doneAt
+	s.running = append(s.running, t)
+	s.seqs += t.seqs
+	s.held += t.prompt
+	s.young += t.prompt
+	s.pending += t.prompt
+}
 
 // Preempt names the running jobs of the batch class that are to be given back now, youngest first, because an interactive job in hand finds no room. Each is named once; it
 // holds its room until its End.
-func (s *Scheduler) Preempt(now time.Time) []*Ticket { panic("not yet") }
+func (s *Scheduler) Preempt(now time.Time) (named []*Ticket) {
+	if len(s.hand) == 0 {
+		return nil
+	}
+	t := s.hand[0]
+	if t.Ask.Class != job.Interactive || now.Sub(t.offered) < preemptAfter || s.quiet(now) || s.fits(now, t) || s.pending > 0 && s.pending+t.prompt > s.cfg.TokenBudget {
+		return nil
+	}
+	tokens, seqs := float64(t.prompt+job.Tokens(margin*t.seqs))-s.free(), 0
+	if n := s.bound(); n > 0 {
+		seqs = s.seqs + t.seqs - n
+	}
+	give := func(r *Ticket) {
+		tokens -= s.share*float64(r.prompt+r.grown) + float64(margin*r.seqs)
+		seqs -= r.seqs
+	}
+	for _, r := range s.running { // on their way already
+		if r.named {
+			give(r)
+		}
+	}
+	for i := len(s.running) - 1; i >= 0 && (tokens > 0 || seqs > 0); i-- {
+		if r := s.running[i]; r.yields() {
+			give(r)
+			named = append(named, r)
+		}
+	}
+	if tokens > 0 || seqs > 0 { // all of it would not do
+		return nil
+	}
+	for _, r := range named {
+		r.named = true
+	}
+	return named
+}
+
+// yields tells whether a running job may be given back for an interactive one.
+func (t *Ticket) yields() bool { return t.Preemptible && t.Ask.Class == job.Batch && !t.named }
+
+// Return takes from the hand what other workers shall have: all of it while the engine has halted, but for what waits for this worker alone.
+func (s *Scheduler) Return(now time.Time) (back []*Ticket) {
+	if len(s.hand) == 0 || !s.quiet(now) {
+		return nil
+	}
+	s.hand = slices.DeleteFunc(s.hand, func(t *Ticket) bool {
+		if t.Lane {
+			return false
+		}
+		t.state = over
+		back = append(back, t)
+		return true
+	})
+	return back
+}
+
+// --- what runs ---
+
+// Alive notes that the engine has given a token to somebody: a probe, say.
+func (s *Scheduler) Alive(now time.Time) { s.alive = now }
 
 // First notes that a running job's first token came.
-func (s *Scheduler) First(now time.Time, t *Ticket) { panic("not yet") }
+func (s *Scheduler) First(now time.Time, t *Ticket) {
+	if t.state != running || !t.pending {
+		return
+	}
+	s.alive = now
+	s.computed(t)
+	s.matured(t)
+	s.pace.sample(t.ahead, now.Sub(t.started).Seconds())
+	t.last = now
+}
 
 // Grow counts n more tokens of a running job.
-func (s *Scheduler) Grow(t *Ticket, n int) { panic("not yet") }
+func (s *Scheduler) Grow(now time.Time, t *Ticket, n int) {
+	if t.state != running {
+		return
+	}
+	s.alive = now
+	t.grown += job.Tokens(n)
+	s.held += job.Tokens(n)
+	if t.seqs == 1 && n > 0 && now.After(t.last) && t.grown > job.Tokens(n) {
+		s.pace.tick(now.Sub(t.last).Seconds() / float64(n))
+	}
+	t.last = now
+}
 
 // End releases what a running job held, and learns from how it went. Only the first call for a ticket does anything.
-func (s *Scheduler) End(now time.Time, t *Ticket, r Result) { panic("not yet") }
+func (s *Scheduler) End(now time.Time, t *Ticket, r Result) {
+	if t.state != running {
+		return
+	}
+	if r.Completed && t.pending && !t.Ask.Streams { // sooner than expected
+		s.pace.prefilled(t.ahead, now.Sub(t.started).Seconds())
+	}
+	s.settle(now)
+	s.matured(t)
+	s.computed(t)
+	t.state = over
+	i := slices.Index(s.running, t)
+	s.running = slices.Delete(s.running, i, i+1)
+	s.seqs -= t.seqs
+	s.held -= t.prompt + t.grown
+	// What was not seen growing stood in foreign; where nothing runs any more it was all ours.
+	s.foreign = max(0, s.foreign-float64(max(0, r.Output-t.grown)))
+	if len(s.running) == 0 {
+		s.foreign = 0
+	}
+	if r.Completed {
+		s.alive = now
+	}
+	if r.Overloaded {
+		s.cut(now, t)
+	}
+	s.learn(t, r)
+}
 
-// Pull tells what may be pulled now for a class by its rank; -1 is the worker's own lane, which has all classes.
-func (s *Scheduler) Pull(now time.Time, class int) Wish { panic("not yet") }
+// learn takes in how long prompt and answer were.
+func (s *Scheduler) learn(t *Ticket, r Result) {
+	if r.Prompt > 0 && t.Ask.Cost.Prompt > 0 {
+		f, known := s.prompts[t.Ask.Model]
+		got := min(8, max(0.05, float64(r.Prompt)/float64(t.Ask.Cost.Prompt)))
+		switch {
+		case known:
+			f += (got - f) / 16
+		case len(s.prompts) < maxKeys:
+			f = 1 + (got-1)/4
+		default:
+			return
+		}
+		s.prompts[t.Ask.Model] = f
+	}
+	if n := r.Output; r.Completed && n > 0 {
+		s.lengths.learn(&t.Ask, max(1, n/job.Tokens(t.seqs)))
+	}
+}
+
+// cut halves the limit on running sequences, once for all that had started when it was cut before.
+func (s *Scheduler) cut(now time.Time, t *Ticket) {
+	if t.started.Before(s.cutAt) {
+		return
+	}
+	if s.ceiling == 0 {
+		s.ceiling = s.seqs + t.seqs
+	}
+	s.limit = max(1, (s.seqs+t.seqs)/2)
+	s.cutAt, s.grownAt = now, now
+}
+
+// --- pulling ---
+
+// Pull tells what may be pulled now for a class by its rank; -1 is the worker's own lane, which has all classes. A wish that is acted on counts until Pulled.
+//
+// Of a class nothing is pulled while a job of it or of a higher one is in hand: it could not start before that one. The batch class is pulled all the same when it has a start coming.
+func (s *Scheduler) Pull(now time.Time, class int) Wish {
+	s.settle(now)
+	if !s.read && !s.blind || s.Brake(now) != "" {
+		return Wish{}
+	}
+	batch := class == job.Batch.Rank()
+	if len(s.hand) > 0 && s.hand[0].Ask.Class.Rank() <= class && (!batch || !s.due() || s.holds(job.Batch)) {
+		return Wish{}
+	}
+	if class < 0 && slices.ContainsFunc(s.hand, func(t *Ticket) bool { return t.Lane }) {
+		return Wish{}
+	}
+	typical := max(1, s.typical)
+	ttft := s.ttft(now)
+	wish := Wish{Level: level(ttft), Busy: len(s.running)+len(s.hand) > 0}
+	room := s.room(typical)
+	others := 0
+	for _, n := range s.pulls {
+		others += n
+	}
+	switch {
+	case !wish.Busy:
+		room = max(room, 1) // an idle engine gets anything
+	case room < 1 && class == job.Interactive.Rank() && s.couldYield(typical):
+		wish.Batch, wish.Level = 1, level(ttft+2*preemptAfter.Seconds())
+		return wish
+	case room < 1:
+		return Wish{}
+	}
+	// As many typical jobs as raise the level by at most one step.
+	_, each := s.pace.line()
+	step := (topTTFT*math.Exp2(float64(min(wish.Level+1, maxLevel))) - ttft) / (each * typical)
+	wish.Batch = int(min(float64(room-others), step, maxBatch))
+	wish.Batch = max(wish.Batch, 1)
+	return wish
+}
+
+// Pulling counts a wish for a class that is acted on, until Pulled.
+func (s *Scheduler) Pulling(consumer, batch int) { s.pulls[consumer] = batch }
+
+// Pulled notes that a consumer's pull has ended.
+func (s *Scheduler) Pulled(consumer int) { delete(s.pulls, consumer) }
+
+// holds tells whether a job of that class is in hand.
+func (s *Scheduler) holds(c job.Class) bool {
+	return slices.ContainsFunc(s.hand, func(t *Ticket) bool { return t.Ask.Class == c })
+}
+
+// room is how many typical jobs more could start now, what is in hand counted as started.
+func (s *Scheduler) room(typical float64) int {
+	free, _ := s.freeRank() // one rank at a time: the others' room is found by the next pull
+	room := max(min(free, s.free()), 0) / (typical + margin)
+	if s.pending > 0 {
+		room = min(room, float64(s.cfg.TokenBudget-s.pending)/typical)
+	} else {
+		room = min(room, max(1, float64(s.cfg.TokenBudget)/typical))
+	}
+	if n := s.bound(); n > 0 {
+		room = min(room, float64(n-s.seqs))
+	}
+	for _, t := range s.hand {
+		room -= max(1, float64(t.prompt)/typical)
+	}
+	return int(math.Floor(room))
+}
+
+// couldYield tells whether a typical interactive job would find room if batch work were given back for it.
+func (s *Scheduler) couldYield(typical float64) bool {
+	if len(s.hand) > 0 || s.pending > 0 && float64(s.pending)+typical > float64(s.cfg.TokenBudget) {
+		return false
+	}
+	tokens, seqs := s.free(), math.MaxInt
+	if n := s.bound(); n > 0 {
+		seqs = n - s.seqs
+	}
+	yields := false
+	for _, t := range s.running {
+		if t.yields() {
+			yields = true
+			tokens += s.share*float64(t.prompt+t.grown) + float64(margin*t.seqs)
+			seqs = satAdd(seqs, t.seqs)
+		}
+	}
+	return yields && tokens >= typical+margin && seqs >= 1
+}
+
+// ttft is the expected time to the first token, in seconds, of a typical job that starts now: what is learned of the engine, but no less than what those before it have waited already.
+func (s *Scheduler) ttft(now time.Time) float64 {
+	ahead := float64(s.pending) + max(1, s.typical)
+	for _, t := range s.hand {
+		ahead += float64(t.prompt)
+	}
+	expected := s.pace.first(ahead)
+	for _, t := range s.running {
+		if t.pending && t.Ask.Streams {
+			expected = max(expected, now.Sub(t.started).Seconds())
+			break // the others are younger
+		}
+	}
+	return expected
+}
+
+// level is the priority of a pull by the expected TTFT in seconds.
+func level(ttft float64) int {
+	return min(maxLevel, max(0, int(math.Ceil(math.Log2(ttft/topTTFT)-1e-9))))
+}
 
 // Status is the state now.
-func (s *Scheduler) Status(now time.Time) Status { panic("not yet") }
+func (s *Scheduler) Status(now time.Time) Status {
+	s.settle(now)
+	room, _ := s.freeRank()
+	ttft := s.ttft(now)
+	st := Status{
+		Capacity: s.capacity(), Free: max(0, job.Tokens(s.free())), FreeRank: max(0, job.Tokens(min(room, s.free()))),
+		Running: len(s.running), Sequences: s.seqs, Waiting: s.last.Waiting, InHand: len(s.hand), Level: level(ttft), TTFT: seconds(ttft), Limit: s.bound(), Brake: s.Brake(now),
+	}
+	if u := s.usable(); u > 0 {
+		st.Load = s.used() / u
+	}
+	if n := s.bound(); n > 0 {
+		st.Load = max(st.Load, float64(s.seqs)/float64(n))
+	}
+	return st
+}
+
+// Reserved is what the ledger holds: all zero when nothing runs.
+func (s *Scheduler) Reserved() (tokens, pending job.Tokens, sequences int) {
+	return s.held, s.pending, s.seqs
+}
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+
+func maxTime(a, b time.Time) time.Time {
+	if a.After(b) {
+		return a
+	}
+	return b
+}
+
+func satAdd(a, b int) int {
+	if a > math.MaxInt-b {
+		return math.MaxInt
+	}
+	return a + b
+}
