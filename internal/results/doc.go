@@ -11,6 +11,9 @@
 //	mr:key:<tenant>:<key>   idempotency key -> job id and hash of the request
 //	mr:list:<tenant>        all jobs of a tenant by time of creation
 //	mr:held:<worker>        jobs that a worker has claimed
+//	mr:cache:<key>          workers whose KV cache holds a session or a beginning of prompts
+//	mr:{backlog}:sums       what is accepted and has not ended: lua/enter.lua
+//	mr:{backlog}:in:<tenant>:<model>  the jobs that these sums count
 //	mr:{0}:ping …{15}       a write that shows that writes are taken
 //	mr:{0}:live …{15}       jobs that have not ended, by their next deadline; Due, Live, Finish, Discard and Forget keep it clean
 //	mr:{0}:whole …{15}      sentinels: a missing one tells that the store, or a part of a cluster, is new or was wiped

@@ -52,7 +52,7 @@ func submit(t testing.TB, s *results.Store) (*job.Job, *results.Claim) {
 	t.Helper()
 	now := s.Now()
 	j := &job.Job{ID: job.NewID(now.Time()), Tenant: "acme", Model: "m", Group: job.NoGroup, Events: true, Created: now, Expires: now + 3_600_000}
-	_, _, err := s.Accept(t.Context(), j, []byte("{}"))
+	_, err := s.Accept(t.Context(), j, []byte("{}"), results.Limits{})
 	ok(t, err)
 	ok(t, s.Queued(t.Context(), j, nil))
 	c, err := s.Claim(t.Context(), results.ClaimRequest{Job: j, Worker: "w", Lease: time.Minute, AckSubject: "a", Delivered: 1})
@@ -71,7 +71,7 @@ func calls(s *results.Store, j *job.Job, c *results.Claim) map[string]func(conte
 			return err
 		},
 		"ReleaseKey": func(ctx context.Context) error { return s.ReleaseKey(ctx, "t", "k", j.ID) },
-		"Accept":     func(ctx context.Context) error { _, _, err := s.Accept(ctx, j, []byte("{}")); return err },
+		"Accept":     func(ctx context.Context) error { _, err := s.Accept(ctx, j, []byte("{}"), results.Limits{}); return err },
 		"Queued":     func(ctx context.Context) error { return s.Queued(ctx, j, nil) },
 		"Discard":    func(ctx context.Context) error { _, err := s.Discard(ctx, j, 1); return err },
 		"Get":        func(ctx context.Context) error { _, err := s.Get(ctx, j.ID); return err },
@@ -89,18 +89,24 @@ func calls(s *results.Store, j *job.Job, c *results.Claim) map[string]func(conte
 			_, err := s.Renew(ctx, results.Renewal{Job: j, Worker: "w", Token: c.Token, Lease: time.Minute})
 			return err
 		},
-		"Owns":        func(ctx context.Context) error { return s.Owns(ctx, j.ID, c.Token) },
-		"Append":      func(ctx context.Context) error { return s.Append(ctx, j, events) },
-		"Restore":     func(ctx context.Context) error { return s.Restore(ctx, j, events) },
-		"GiveBack":    func(ctx context.Context) error { return s.GiveBack(ctx, j.ID, c.Token, 0, false, "x") },
-		"EndLease":    func(ctx context.Context) error { _, err := s.EndLease(ctx, j.ID, "w", false); return err },
-		"Held":        func(ctx context.Context) error { _, err := s.Held(ctx, "w"); return err },
-		"Holders":     func(ctx context.Context) error { _, err := s.Holders(ctx); return err },
-		"LetGo":       func(ctx context.Context) error { return s.LetGo(ctx, "w", "job_none") },
-		"Finish":      func(ctx context.Context) error { return s.Finish(ctx, j, o, nil, nil, nil) },
-		"AskCancel":   func(ctx context.Context) error { _, err := s.AskCancel(ctx, j.ID); return err },
-		"Delete":      func(ctx context.Context) error { return s.Delete(ctx, "acme", j.ID) },
-		"Events":      func(ctx context.Context) error { _, _, err := s.Events(ctx, j.ID, 0, 1); return err },
+		"Owns":           func(ctx context.Context) error { return s.Owns(ctx, j.ID, c.Token) },
+		"Append":         func(ctx context.Context) error { return s.Append(ctx, j, events) },
+		"Restore":        func(ctx context.Context) error { return s.Restore(ctx, j, events) },
+		"GiveBack":       func(ctx context.Context) error { return s.GiveBack(ctx, j.ID, c.Token, 0, false, "x") },
+		"EndLease":       func(ctx context.Context) error { _, err := s.EndLease(ctx, j.ID, "w", false); return err },
+		"Held":           func(ctx context.Context) error { _, err := s.Held(ctx, "w"); return err },
+		"Holders":        func(ctx context.Context) error { _, err := s.Holders(ctx); return err },
+		"LetGo":          func(ctx context.Context) error { return s.LetGo(ctx, "w", "job_none") },
+		"Finish":         func(ctx context.Context) error { return s.Finish(ctx, j, o, nil, nil, nil) },
+		"AskCancel":      func(ctx context.Context) error { _, err := s.AskCancel(ctx, j.ID); return err },
+		"Delete":         func(ctx context.Context) error { return s.Delete(ctx, "acme", j.ID) },
+		"Events":         func(ctx context.Context) error { _, _, err := s.Events(ctx, j.ID, 0, 1); return err },
+		"Owners":         func(ctx context.Context) error { _, err := s.Owners(ctx, "k"); return err },
+		"Owners of many": func(ctx context.Context) error { _, err := s.Owners(ctx, "k", "l"); return err },
+		"Bind": func(ctx context.Context) error {
+			_, err := s.Bind(ctx, results.Binding{Key: "k", Worker: "w", TTL: time.Minute, Most: 1})
+			return err
+		},
 		"Wiped":       func(ctx context.Context) error { _, err := s.Wiped(ctx); return err },
 		"SetSentinel": s.SetSentinel,
 		"RestoreQueued": func(ctx context.Context) error {
@@ -215,7 +221,7 @@ func TestReadOnlyServerRecovers(t *testing.T) {
 	j, c := submit(t, s)
 	ok(t, admin.Do(t.Context(), "REPLICAOF", "127.0.0.1", "1").Err())
 	all := calls(s, j, c)
-	for _, read := range []string{"Get", "Body", "Result", "List", "Live", "Due", "Owns", "Held", "Holders", "Events", "Wiped"} {
+	for _, read := range []string{"Get", "Body", "Result", "List", "Live", "Due", "Owns", "Held", "Holders", "Events", "Wiped", "Owners", "Owners of many"} {
 		if err := all[read](t.Context()); errors.Is(err, results.ErrUnavailable) {
 			t.Errorf("%s: %v", read, err)
 		}
@@ -271,8 +277,11 @@ func TestFailoverIsFollowedWithoutRestart(t *testing.T) {
 func accept(t testing.TB, s *results.Store) (*job.Job, job.Millis, error) {
 	now := s.Now()
 	j := &job.Job{ID: job.NewID(now.Time()), Tenant: "acme", Created: now, Expires: now + 3_600_000}
-	_, since, err := s.Accept(t.Context(), j, nil)
-	return j, since, err
+	a, err := s.Accept(t.Context(), j, nil, results.Limits{})
+	if err != nil {
+		return j, 0, err
+	}
+	return j, a.Since, nil
 }
 
 func TestFullServerIsUnavailableAndHalfWritesNothing(t *testing.T) {

@@ -11,6 +11,8 @@ var (
 	prelude string
 	//go:embed lua/append.lua
 	appendLua string
+	//go:embed lua/bind.lua
+	bindLua string
 	//go:embed lua/cancel.lua
 	cancelLua string
 	//go:embed lua/claim.lua
@@ -25,12 +27,16 @@ var (
 	dismissLua string
 	//go:embed lua/endlease.lua
 	endLeaseLua string
+	//go:embed lua/enter.lua
+	enterLua string
 	//go:embed lua/events.lua
 	eventsLua string
 	//go:embed lua/finish.lua
 	finishLua string
 	//go:embed lua/giveback.lua
 	giveBackLua string
+	//go:embed lua/leave.lua
+	leaveLua string
 	//go:embed lua/page.lua
 	pageLua string
 	//go:embed lua/queued.lua
@@ -44,6 +50,7 @@ var (
 // Each script is atomic, takes all its keys by KEYS and only from one slot, and writes nothing before it can fail no more.
 var (
 	appendScript   = redis.NewScript(prelude + appendLua)
+	bindScript     = redis.NewScript(bindLua)
 	cancelScript   = redis.NewScript(prelude + cancelLua)
 	claimScript    = redis.NewScript(prelude + claimLua)
 	createScript   = redis.NewScript(prelude + createLua)
@@ -51,16 +58,18 @@ var (
 	discardScript  = redis.NewScript(discardLua)
 	dismissScript  = redis.NewScript(dismissLua)
 	endLeaseScript = redis.NewScript(prelude + endLeaseLua)
+	enterScript    = redis.NewScript(enterLua)
 	eventsScript   = redis.NewScript(eventsLua)
 	finishScript   = redis.NewScript(prelude + finishLua)
 	giveBackScript = redis.NewScript(prelude + giveBackLua)
+	leaveScript    = redis.NewScript(leaveLua)
 	pageScript     = redis.NewScript(pageLua)
 	queuedScript   = redis.NewScript(queuedLua)
 	releaseScript  = redis.NewScript(releaseLua)
 	renewScript    = redis.NewScript(prelude + renewLua)
 
 	scripts = []*redis.Script{
-		appendScript, cancelScript, claimScript, createScript, deleteScript, discardScript, dismissScript, endLeaseScript, eventsScript,
-		finishScript, giveBackScript, pageScript, queuedScript, releaseScript, renewScript,
+		appendScript, bindScript, cancelScript, claimScript, createScript, deleteScript, discardScript, dismissScript, endLeaseScript, enterScript, eventsScript,
+		finishScript, giveBackScript, leaveScript, pageScript, queuedScript, releaseScript, renewScript,
 	}
 )

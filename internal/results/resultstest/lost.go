@@ -32,23 +32,29 @@ var writes = []write{
 			e.same("free", mine, true)
 		}
 	}},
+	{"bind", func(e *env) (func() error, func()) {
+		e.bind(session("s", "old"))
+		var owners [][]job.Worker
+		return func() (err error) { owners, err = e.Bind(e.ctx, session("s", "new", "old")); return err },
+			func() { e.same("owners", owners, [][]job.Worker{{"new"}}) }
+	}},
 	{"accept", func(e *env) (func() error, func()) {
 		j := e.job()
 		var since job.Millis
-		return func() (err error) { _, since, err = e.Accept(e.ctx, j, body); return err }, func() {
+		return func() (err error) { _, since, err = e.accept(j, body); return err }, func() {
 			e.same("since", e.state(j, job.Accepting).Since, since)
 			e.same("live", e.living(), []job.ID{j.ID})
 		}
 	}},
 	{"queued", func(e *env) (func() error, func()) {
 		j := e.job()
-		_, _, err := e.Accept(e.ctx, j, body)
+		_, err := e.Accept(e.ctx, j, body, results.Limits{})
 		e.ok(err)
 		return func() error { return e.Queued(e.ctx, j, body) }, func() { e.state(j, job.Queued) }
 	}},
 	{"discard", func(e *env) (func() error, func()) {
 		j := e.job()
-		_, since, err := e.Accept(e.ctx, j, body)
+		_, since, err := e.accept(j, body)
 		e.ok(err)
 		var gone bool
 		return func() (err error) { gone, err = e.Discard(e.ctx, j, since); return err }, func() {

@@ -92,14 +92,14 @@ func keysConcurrent(e *env) {
 
 func submit(e *env) {
 	j := e.job()
-	state, since, err := e.Accept(e.ctx, j, body)
+	state, since, err := e.accept(j, body)
 	e.ok(err)
 	e.same("state", state, job.Accepting)
 	r := e.state(j, job.Accepting)
 	e.same("since", r.Since, since)
 	e.same("live", e.living(), []job.ID{j.ID})
 	// A retry of the client.
-	_, renewed, err := e.Accept(e.ctx, j, body)
+	_, renewed, err := e.accept(j, body)
 	e.ok(err)
 	if renewed <= since {
 		e.Fatalf("since %d is not after %d", renewed, since)
@@ -117,7 +117,7 @@ func submit(e *env) {
 	}
 
 	j = e.job()
-	_, since, err = e.Accept(e.ctx, j, body)
+	_, since, err = e.accept(j, body)
 	e.ok(err)
 	for range 2 { // a repeat says the same
 		gone, err := e.Discard(e.ctx, j, since)
@@ -142,7 +142,7 @@ func submit(e *env) {
 	e.same("live", len(e.living()), 2)
 	// A large body is elsewhere.
 	j = e.job()
-	_, _, err = e.Accept(e.ctx, j, nil)
+	_, err = e.Accept(e.ctx, j, nil, results.Limits{})
 	e.ok(err)
 	_, err = e.Body(e.ctx, j.ID)
 	e.is(err, results.ErrNotFound)
@@ -151,7 +151,7 @@ func submit(e *env) {
 func acceptRacesDiscard(e *env) {
 	for range 20 {
 		j := e.job()
-		_, since, err := e.Accept(e.ctx, j, body)
+		_, since, err := e.accept(j, body)
 		e.ok(err)
 		var gone atomic.Bool
 		var wg sync.WaitGroup
@@ -253,7 +253,7 @@ func listFilters(e *env) {
 		}
 	}
 	accepting := e.job()
-	_, _, err := e.Accept(e.ctx, accepting, body)
+	_, err := e.Accept(e.ctx, accepting, body, results.Limits{})
 	e.ok(err)
 	for _, c := range []struct {
 		f    results.Filter
@@ -335,7 +335,7 @@ func due(e *env) {
 	finished := e.queued(func(j *job.Job) { j.Expires = now - 5 })
 	later := e.queued(func(j *job.Job) { j.QueueTimeout = hour / 2 })
 	accepting := e.job(func(j *job.Job) { j.Expires = now - 1 })
-	_, _, err := e.Accept(e.ctx, accepting, body)
+	_, err := e.Accept(e.ctx, accepting, body, results.Limits{})
 	e.ok(err)
 	e.ok(e.Finish(e.ctx, finished, &job.Outcome{State: job.Expired, Finished: now}, nil, nil, nil))
 
@@ -535,7 +535,7 @@ func rebuild(e *env) {
 // wipedInEveryState wipes the store under a job in each state and lets those who know the job go on.
 func wipedInEveryState(e *env) {
 	accepting := e.job()
-	_, _, err := e.Accept(e.ctx, accepting, body)
+	_, err := e.Accept(e.ctx, accepting, body, results.Limits{})
 	e.ok(err)
 	queued := e.queued()
 	running := e.queued()
@@ -581,7 +581,7 @@ func scriptsFlushed(e *env) {
 	flush := func() { e.Helper(); e.ok(e.raw.ScriptFlush(e.ctx).Err()) }
 	flush()
 	j := e.job()
-	_, _, err := e.Accept(e.ctx, j, body)
+	_, err := e.Accept(e.ctx, j, body, results.Limits{})
 	e.ok(err)
 	flush()
 	e.ok(e.Queued(e.ctx, j, body))
@@ -594,6 +594,8 @@ func scriptsFlushed(e *env) {
 	flush()
 	e.ok(e.Finish(e.ctx, j, completed(c, e, 3), []byte("x"), nil, nil))
 	e.same("events", len(e.all(j)), 3)
+	flush()
+	e.same("bound", e.bind(session("s", "w")), []job.Worker{"w"})
 }
 
 func everyKeyExpires(e *env) {
@@ -633,6 +635,7 @@ func everyKeyExpires(e *env) {
 		e.ok(e.Finish(e.ctx, j, completed(c, e, 4), []byte("x"), nil, nil))
 	}
 	e.ok(e.RestoreEnded(e.ctx, []results.EndedJob{{Job: *e.job(func(j *job.Job) { j.Key = "k" }), Outcome: job.Outcome{State: job.Failed}}}))
+	e.bind(session("s", "w"))
 	allowed := func(key string) bool {
 		return key == "holders" || strings.HasSuffix(key, "}:live") || strings.HasSuffix(key, "}:whole")
 	}
