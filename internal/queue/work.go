@@ -169,6 +169,11 @@ func (q *Queue) move(ctx context.Context, s *Stored, to Lane) error {
 // Waiting yields the messages of one lane ("" = every lane) of a model's stream in stream order, headers only (Body nil) unless bodies. It includes delivered, unacknowledged ones.
 // Any replica answers, so what was stored or removed a moment ago may be missing or still there. A message that cannot be read is logged and left out.
 func (q *Queue) Waiting(ctx context.Context, kind Kind, name job.Model, lane Lane, bodies bool) iter.Seq2[*Stored, error] {
+	return q.waitingFrom(ctx, kind, name, lane, bodies, 1)
+}
+
+// waitingFrom is Waiting from a sequence on.
+func (q *Queue) waitingFrom(ctx context.Context, kind Kind, name job.Model, lane Lane, bodies bool, from uint64) iter.Seq2[*Stored, error] {
 	m := q.model(name)
 	in := "*"
 	if lane != "" {
@@ -176,7 +181,7 @@ func (q *Queue) Waiting(ctx context.Context, kind Kind, name job.Model, lane Lan
 	}
 	filter := m.prefix(kind) + "*." + in + ".*"
 	return func(yield func(*Stored, error) bool) {
-		for seq, last := uint64(1), false; !last; {
+		for seq, last := from, false; !last; {
 			var page []*raw
 			var err error
 			page, last, err = q.directPage(ctx, m.stream(kind), filter, seq, pageMessages, pageBytes)
