@@ -96,6 +96,7 @@ func late(j *job.Job, now job.Millis, waiting bool) *fault {
 // run calls the engine within the job's limits; now is the time by the store's clock. Without a fault the answer is the job's end. With one the answer may be there too: the engine's
 // own word on what went wrong.
 func (c *call) run(ctx context.Context, now job.Millis) (r *reply, f *fault) {
+	defer func() { c.holds.ended(r, f) }()
 	defer func() {
 		if p := recover(); p != nil { // a bug of ours: the next attempt is charged, lest it come round for ever
 			c.w.panicked(c.log, p)

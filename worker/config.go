@@ -15,6 +15,7 @@ import (
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/relay"
 	"github.com/millrace/millrace/internal/results"
+	"github.com/millrace/millrace/internal/schedule"
 )
 
 // Config of a Worker. Zero fields get the defaults named.
@@ -33,6 +34,8 @@ type Config struct {
 	RetryDelay time.Duration
 	// MaxAttempts is how many charged attempts a durable job has; default 5. MaxDeaths is how many deaths of its worker end it; default 3.
 	MaxAttempts, MaxDeaths int
+	// Schedule is how work is pulled and started.
+	Schedule schedule.Config
 }
 
 var defaults = Config{

@@ -3,73 +3,77 @@ package worker
 import (
 	"context"
 	"errors"
-	"math"
-	"slices"
+	"net/http"
 	"sync"
+	"time"
 
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/schedule"
 )
-
-// growth is how many tokens ahead a running sequence is counted: what is reserved to start a job is small (its prompt and this), because reserving expected
-// lengths leaves the cache empty.
-const growth = 16
-
-// fill is the share of the KV cache that may be counted as used after a start.
-const fill = 0.97
-
-// maxPull bounds what one pull asks for.
-const maxPull = 32
 
 // Why a job in hand does not start here.
 var (
 	errClosed = errors.New("the worker starts no more work")
 	errShut   = errors.New("the engine is not ready")
+	errHalted = errors.New("the engine gives no tokens")
 )
 
-// gate decides what starts and when: it keeps the ledger of the engine's KV cache and the jobs in hand in the order in which they may start.
+// gate asks the scheduler what starts and what is pulled, and tells those who wait. The scheduler decides; the gate has its lock, its clock, and its channels.
 // After any mix of success, failure, cancel and panic the ledger is back at zero when nothing runs.
 type gate struct {
-	mu       sync.Mutex
-	capacity job.Tokens // of the engine's KV cache
-	reported job.Tokens // in use at the last look at the engine
-	granted  job.Tokens // granted since then, not yet visible in reported
-	limit    int        // sequences that the engine runs at once; 0 is no limit
-	open     bool       // work may start
-	closed   bool       // work will never start again
-	running  map[*reservation]struct{}
-	held     job.Tokens // what running holds: prompts and tokens so far
-	seqs     int        // sequences of running
-	hand     []*ticket  // in the order of starting
-	typical  float64    // running mean of prompts, in tokens
-	changed  chan struct{}
+	preempt func(job.ID) // stops a job's attempt, so that it is given back
+
+	mu      sync.Mutex
+	sched   *schedule.Scheduler
+	open    bool // work may start
+	closed  bool // work will never start again
+	hand    map[*schedule.Ticket]*waiter
+	running map[*schedule.Ticket]job.ID
+	timer   *time.Timer   // looks again when something changes by time alone
+	changed chan struct{} // closed, and another put in its place, when who wanted to pull and could not may ask again
+	refused bool          // somebody has been told to wait for changed
 }
 
-// ticket is a job in hand.
-type ticket struct {
-	class  int // rank
-	prompt job.Tokens
-	seqs   int
-	start  chan *reservation // gets one value, nil if the job is sent away
-	why    error             // set before nil is sent
+// waiter is one who waits for a job in hand.
+type waiter struct {
+	id    job.ID
+	start chan *reservation // gets one value, nil if the job is sent away
+	why   error             // set before nil is sent
 }
 
-// reservation is what a running job holds of the KV cache.
+// reservation is what a running job holds of the engine.
 type reservation struct {
 	gate   *gate
-	prompt job.Tokens
-	tokens job.Tokens
-	seqs   int
+	ticket *schedule.Ticket
+
+	mu     sync.Mutex // guards what follows
+	first  bool       // the first token came
+	result schedule.Result
 }
 
-func newGate() *gate {
-	return &gate{running: map[*reservation]struct{}{}, changed: make(chan struct{}), typical: 256}
+func newGate(cfg schedule.Config, preempt func(job.ID)) (*gate, error) {
+	s, err := schedule.New(cfg)
+	if err != nil {
+		return nil, err
+	}
+	g := &gate{preempt: preempt, sched: s, hand: map[*schedule.Ticket]*waiter{}, running: map[*schedule.Ticket]job.ID{}, changed: make(chan struct{})}
+	g.timer = time.AfterFunc(time.Hour, g.look)
+	g.timer.Stop()
+	return g, nil
 }
 
-// enter waits in class order until the job may start. It may be sent away: when ctx ends (its cause), while the engine is not ready (errShut), and for good (errClosed).
-// A cost is the job's as admitted.
-func (g *gate) enter(ctx context.Context, class job.Class, cost job.Cost) (*reservation, error) {
-	t := &ticket{class: class.Rank(), prompt: cost.Prompt, seqs: max(1, cost.Answers), start: make(chan *reservation, 1)}
+// entry is a job that wants to start.
+type entry struct {
+	id  job.ID
+	ask schedule.Ask
+	// preemptible: it may be given back for an interactive job. lane: it waits for this worker alone.
+	preemptible, lane bool
+}
+
+// enter waits in the scheduler's order until the job may start. It may be sent away: when ctx ends (its cause), while the engine is not ready (errShut), when it has halted (errHalted), and for good (errClosed).
+func (g *gate) enter(ctx context.Context, e entry) (*reservation, error) {
+	w := &waiter{id: e.id, start: make(chan *reservation, 1)}
 	g.mu.Lock()
 	switch {
 	case g.closed:
@@ -79,76 +83,95 @@ func (g *gate) enter(ctx context.Context, class job.Class, cost job.Cost) (*rese
 		g.mu.Unlock()
 		return nil, errShut
 	}
-	at, _ := slices.BinarySearchFunc(g.hand, t, func(a, b *ticket) int {
-		if a.class <= b.class { // behind all of its own class
-			return -1
-		}
-		return 1
-	})
-	g.hand = slices.Insert(g.hand, at, t)
-	g.typical += (float64(cost.Prompt) - g.typical) / 32
-	g.startLocked()
+	t := g.sched.Offer(time.Now(), e.ask)
+	t.Preemptible, t.Lane = e.preemptible, e.lane
+	g.hand[t] = w
+	g.turnLocked()
 	g.mu.Unlock()
 	select {
-	case r := <-t.start:
-		if r == nil {
-			return nil, t.why
-		}
-		return r, nil
+	case r := <-w.start:
+		return r, w.why
 	case <-ctx.Done():
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if i := slices.Index(g.hand, t); i >= 0 {
-		g.hand = slices.Delete(g.hand, i, i+1)
-		g.startLocked() // it may have stood before others
-	} else if r := <-t.start; r != nil { // it started in that moment
+	if g.hand[t] != nil {
+		delete(g.hand, t)
+		g.sched.Withdraw(t)
+		g.turnLocked() // it may have stood before others
+	} else if r := <-w.start; r != nil { // it started in that moment
 		g.releaseLocked(r)
 	}
 	return nil, context.Cause(ctx)
 }
 
-// startLocked starts from the head of the hand what fits, and tells those who watch that something changed.
-func (g *gate) startLocked() {
-	for g.open && len(g.hand) > 0 && g.fitsLocked(g.hand[0].prompt, g.hand[0].seqs) {
-		t := g.hand[0]
-		g.hand = slices.Delete(g.hand, 0, 1)
-		r := &reservation{gate: g, prompt: t.prompt, seqs: t.seqs}
-		g.running[r] = struct{}{}
-		g.held += r.prompt
-		g.seqs += r.seqs
-		g.granted += r.prompt
-		t.start <- r
-	}
-	close(g.changed)
-	g.changed = make(chan struct{})
+// look acts on what time alone has changed.
+func (g *gate) look() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.turnLocked()
 }
 
-// fitsLocked: a job may start when what is used, its prompt, and a little growth of each sequence stay within the cache. An idle engine gets anything: it knows better than an estimate.
-func (g *gate) fitsLocked(prompt job.Tokens, seqs int) bool {
-	if len(g.running) == 0 {
-		return true
+// turnLocked has the scheduler look at the hand, and tells those who are concerned.
+func (g *gate) turnLocked() {
+	now := time.Now()
+	if g.open {
+		started, next := g.sched.Start(now)
+		for _, t := range started {
+			w := g.hand[t]
+			delete(g.hand, t)
+			g.running[t] = w.id
+			w.start <- &reservation{gate: g, ticket: t}
+		}
+		for _, t := range g.sched.Preempt(now) {
+			go g.preempt(g.running[t]) // it takes other locks; it ends at once
+		}
+		for _, t := range g.sched.Return(now) {
+			g.sendAwayLocked(t, errHalted)
+		}
+		if !next.IsZero() {
+			g.timer.Reset(next.Sub(now))
+		}
 	}
-	if g.limit > 0 && g.seqs+seqs > g.limit {
-		return false
+	if g.refused {
+		g.refused = false
+		close(g.changed)
+		g.changed = make(chan struct{})
 	}
-	return prompt+job.Tokens(growth*seqs) <= g.freeLocked()
-}
-
-// usedLocked is the larger of what the engine says and what the ledger says, with the growth of what runs.
-func (g *gate) usedLocked() job.Tokens {
-	return max(g.held, g.reported+g.granted) + job.Tokens(growth*g.seqs)
 }
 
 // grow counts n more tokens of a running job.
-func (r *reservation) grow(n job.Tokens) {
-	g := r.gate
+func (r *reservation) grow(n int) {
+	r.mu.Lock()
+	first := !r.first
+	r.first = true
+	r.mu.Unlock()
+	g, now := r.gate, time.Now()
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if _, ok := g.running[r]; ok {
-		r.tokens += n
-		g.held += n
+	halted := g.refused && g.sched.Brake(now) != ""
+	if first {
+		g.sched.First(now, r.ticket)
 	}
+	g.sched.Grow(now, r.ticket, n)
+	if first || halted {
+		g.turnLocked()
+	}
+}
+
+// ended notes how the job's call went, for its release.
+func (r *reservation) ended(got *reply, f *fault) {
+	var result schedule.Result
+	if got != nil {
+		result.Completed = f == nil && got.status == http.StatusOK
+		result.Overloaded = got.status == http.StatusTooManyRequests || got.status >= 500
+		if got.usage != nil {
+			result.Prompt, result.Output = got.usage.PromptTokens, got.usage.CompletionTokens
+		}
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.result = result
 }
 
 // release gives back what the job held. Only the first call does anything.
@@ -159,28 +182,46 @@ func (r *reservation) release() {
 }
 
 func (g *gate) releaseLocked(r *reservation) {
-	if _, ok := g.running[r]; !ok {
+	if _, ok := g.running[r.ticket]; !ok {
 		return
 	}
-	delete(g.running, r)
-	g.held -= r.prompt + r.tokens
-	g.seqs -= r.seqs
-	// The engine's last report may still count it, and the next will not: until then the ledger alone is believed for this much.
-	g.granted -= r.prompt
-	g.reported = max(0, g.reported-r.tokens)
-	if g.granted < 0 {
-		g.reported, g.granted = max(0, g.reported+g.granted), 0
-	}
-	g.startLocked()
+	r.mu.Lock()
+	result := r.result
+	r.mu.Unlock()
+	delete(g.running, r.ticket)
+	g.sched.End(time.Now(), r.ticket, result)
+	g.turnLocked()
 }
 
 // observe takes what the engine says about itself.
 func (g *gate) observe(l engine.Load) {
+	r := schedule.Reading{
+		Estimated: l.Source == engine.SourceEstimated, Running: l.Running, Waiting: l.Waiting, MaxRunning: l.MaxRunning,
+		Preemptions: l.Preemptions, GeneratedTokens: l.GeneratedTokens, PromptTokens: l.PromptTokens,
+	}
+	for _, k := range l.Ranks {
+		r.Ranks = append(r.Ranks, schedule.Rank(k))
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.capacity, g.limit = l.Capacity(), l.MaxRunning
-	g.reported, g.granted = l.Used(), 0
-	g.startLocked()
+	g.sched.Observe(time.Now(), r)
+	g.turnLocked()
+}
+
+// unseen notes that the engine's metrics cannot be read.
+func (g *gate) unseen() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.sched.Unseen(time.Now())
+	g.turnLocked()
+}
+
+// alive notes that the engine has given a token to somebody whom the gate does not know, as a probe is.
+func (g *gate) alive() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.sched.Alive(time.Now())
+	g.turnLocked()
 }
 
 // setOpen opens the gate, or sends away what is in hand and what comes: others may have room.
@@ -189,9 +230,11 @@ func (g *gate) setOpen(open bool) {
 	defer g.mu.Unlock()
 	g.open = open && !g.closed
 	if !open {
-		g.sendAwayLocked(errShut)
+		g.emptyLocked(errShut)
+	} else {
+		g.sched.Alive(time.Now()) // it has passed a probe
 	}
-	g.startLocked()
+	g.turnLocked()
 }
 
 // close sends away what is in hand and what comes, for good.
@@ -199,76 +242,51 @@ func (g *gate) close() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.open, g.closed = false, true
-	g.sendAwayLocked(errClosed)
-	g.startLocked()
+	g.timer.Stop()
+	g.emptyLocked(errClosed)
+	g.turnLocked()
 }
 
-func (g *gate) sendAwayLocked(why error) {
-	for _, t := range g.hand {
-		t.why = why
-		t.start <- nil
+func (g *gate) emptyLocked(why error) {
+	for t := range g.hand {
+		g.sched.Withdraw(t)
+		g.sendAwayLocked(t, why)
 	}
-	g.hand = nil
 }
 
-// status is the gate at one moment.
-type status struct {
-	capacity, free  job.Tokens
-	running, inHand int
-	level           int
+func (g *gate) sendAwayLocked(t *schedule.Ticket, why error) {
+	w := g.hand[t]
+	delete(g.hand, t)
+	w.why = why
+	w.start <- nil
 }
 
-func (g *gate) status() status {
+// status is the scheduler's at this moment.
+func (g *gate) status() schedule.Status {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return status{capacity: g.capacity, free: max(0, g.freeLocked()), running: len(g.running), inHand: len(g.hand), level: g.levelLocked()}
+	return g.sched.Status(time.Now())
 }
 
-// levelLocked is the priority of a pull, 0..9, the least loaded first: the tenths of the KV cache (or of the sequences, where fewer of those are free) in use.
-func (g *gate) levelLocked() int {
-	var used float64
-	if g.capacity > 0 {
-		used = float64(g.usedLocked()) / float64(g.capacity)
-	}
-	if g.limit > 0 {
-		used = max(used, float64(g.seqs)/float64(g.limit))
-	}
-	return min(9, max(0, int(10*used)))
-}
-
-// wish is what a pull may ask for.
-type wish struct {
-	batch, level int
-	busy         bool // something runs or is in hand
-}
-
-// want tells what may be pulled now for a class (rank), or that nothing may be and a channel that is closed when that may have changed. Of a class nothing is pulled while
-// a job of it or of a higher one is in hand: it could not start before that one.
-func (g *gate) want(class int) (wish, <-chan struct{}) {
+// want tells what a consumer (one of few small numbers) may pull now for a class (rank), or that nothing may be and a channel that is closed when that may have changed. A wish counts until pulled.
+func (g *gate) want(consumer, class int) (schedule.Wish, <-chan struct{}) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if !g.open || (len(g.hand) > 0 && g.hand[0].class <= class) {
-		return wish{}, g.changed
+	if g.open {
+		if wish := g.sched.Pull(time.Now(), class); wish.Batch > 0 {
+			g.sched.Pulling(consumer, wish.Batch)
+			return wish, nil
+		}
 	}
-	typical := job.Tokens(max(1, math.Round(g.typical))) + growth
-	room := int(g.freeLocked() / typical)
-	// As many typical jobs as raise the level by at most one step.
-	step := int(g.capacity / 10 / typical)
-	if g.limit > 0 {
-		room = min(room, g.limit-g.seqs)
-		step = min(step, g.limit/10)
-	}
-	for _, t := range g.hand {
-		room -= 1 + int(t.prompt/typical)
-	}
-	busy := len(g.running)+len(g.hand) > 0
-	if !busy {
-		room = max(room, 1) // an idle engine gets anything
-	}
-	if room < 1 {
-		return wish{}, g.changed
-	}
-	return wish{batch: min(room, max(step, 1), maxPull), level: g.levelLocked(), busy: busy}, g.changed
+	g.refused = true
+	return schedule.Wish{}, g.changed
+}
+
+// pulled notes that a consumer's pull has ended.
+func (g *gate) pulled(consumer int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.sched.Pulled(consumer)
 }
 
 // idle reports whether nothing runs.
@@ -282,8 +300,6 @@ func (g *gate) idle() bool {
 func (g *gate) full() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.limit > 0 && g.seqs >= g.limit
+	s := g.sched.Status(time.Now())
+	return s.Limit > 0 && s.Sequences >= s.Limit
 }
-
-// freeLocked is what may still be granted.
-func (g *gate) freeLocked() job.Tokens { return job.Tokens(fill*float64(g.capacity)) - g.usedLocked() }

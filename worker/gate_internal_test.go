@@ -11,41 +11,43 @@ import (
 
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/schedule"
 )
 
-func openGate(capacity job.Tokens, limit int) *gate {
-	g := newGate()
-	g.observe(engine.Load{Ranks: []engine.Rank{{Capacity: capacity}}, MaxRunning: limit})
+func openGate(t *testing.T, capacity job.Tokens, limit int, preempt func(job.ID)) *gate {
+	t.Helper()
+	g, err := newGate(schedule.Config{}, preempt)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.observe(engine.Load{Ranks: []engine.Rank{{Capacity: capacity}}, MaxRunning: limit, Preemptions: -1, GeneratedTokens: -1, PromptTokens: -1})
 	g.setOpen(true)
 	return g
 }
 
-func cost(prompt job.Tokens) job.Cost { return job.Cost{Prompt: prompt, Answers: 1} }
+func streamed(c job.Class, prompt job.Tokens) entry {
+	return entry{ask: schedule.Ask{Class: c, Cost: job.Cost{Prompt: prompt, Answers: 1}, Streams: true}}
+}
 
 func TestGateStartsInClassOrderAndNothingPastAHigherClass(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g := openGate(1000, 0)
-		first, err := g.enter(t.Context(), job.Batch, cost(960))
+		g := openGate(t, 1000, 1, nil)
+		defer g.close()
+		first, err := g.enter(t.Context(), streamed(job.Batch, 960))
 		if err != nil {
 			t.Fatal(err)
 		}
-		type start struct {
-			class job.Class
-			r     *reservation
-		}
-		started := make(chan start, 3)
+		started := make(chan job.Class, 3)
 		var wg sync.WaitGroup
-		for _, c := range []struct {
-			class  job.Class
-			prompt job.Tokens
-		}{{job.Batch, 10}, {job.Standard, 930}, {job.Interactive, 930}} { // the batch job would fit, and must not pass the others
+		for _, c := range []job.Class{job.Batch, job.Standard, job.Interactive} {
 			wg.Go(func() {
-				r, err := g.enter(t.Context(), c.class, cost(c.prompt))
+				r, err := g.enter(t.Context(), streamed(c, 10))
 				if err != nil {
 					t.Error(err)
 					return
 				}
-				started <- start{c.class, r}
+				started <- c
+				r.release()
 			})
 			synctest.Wait()
 		}
@@ -53,65 +55,19 @@ func TestGateStartsInClassOrderAndNothingPastAHigherClass(t *testing.T) {
 			t.Fatal("something started in a full engine")
 		}
 		first.release()
-		for _, want := range []job.Class{job.Interactive, job.Standard, job.Batch} {
-			s := <-started
-			if s.class != want {
-				t.Errorf("%s started, want %s", s.class, want)
-			}
-			s.r.release()
-		}
 		wg.Wait()
-	})
-}
-
-func TestGateHoldsSequencesToTheEnginesLimit(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		g := openGate(100_000, 4)
-		for range 2 {
-			if _, err := g.enter(t.Context(), job.Standard, job.Cost{Prompt: 1, Answers: 2}); err != nil {
-				t.Fatal(err)
+		for _, want := range []job.Class{job.Interactive, job.Standard, job.Batch} {
+			if got := <-started; got != want {
+				t.Errorf("%s started, want %s", got, want)
 			}
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-		defer cancel()
-		if _, err := g.enter(ctx, job.Standard, cost(1)); !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("a fifth sequence: %v", err)
-		}
 	})
-}
-
-func TestGateGivesAnIdleEngineAnything(t *testing.T) {
-	t.Parallel()
-	g := openGate(100, 1)
-	r, err := g.enter(t.Context(), job.Standard, job.Cost{Prompt: 5000, Answers: 9})
-	if err != nil {
-		t.Fatal(err)
-	}
-	r.release()
-}
-
-func TestGateBelievesTheWorseOfEngineAndLedger(t *testing.T) {
-	t.Parallel()
-	g := openGate(1000, 0)
-	r, err := g.enter(t.Context(), job.Standard, cost(100))
-	if err != nil {
-		t.Fatal(err)
-	}
-	g.observe(engine.Load{Ranks: []engine.Rank{{Capacity: 1000, Used: 800}}}) // others use the engine too
-	if free := g.status().free; free > 970-800 {
-		t.Errorf("free is %d while the engine says that 800 of 1000 are used", free)
-	}
-	g.observe(engine.Load{Ranks: []engine.Rank{{Capacity: 1000, Used: 0}}}) // a stale page
-	if free := g.status().free; free > 970-100 {
-		t.Errorf("free is %d while 100 are granted", free)
-	}
-	r.release()
 }
 
 func TestGateSendsAllAwayWhenTheEngineIsNotReadyAndForGood(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g := openGate(1000, 0)
-		if _, err := g.enter(t.Context(), job.Standard, cost(900)); err != nil {
+		g := openGate(t, 1000, 1, nil)
+		if _, err := g.enter(t.Context(), streamed(job.Standard, 900)); err != nil {
 			t.Fatal(err)
 		}
 		for _, c := range []struct {
@@ -122,7 +78,7 @@ func TestGateSendsAllAwayWhenTheEngineIsNotReadyAndForGood(t *testing.T) {
 			var wg sync.WaitGroup
 			for range 3 {
 				wg.Go(func() {
-					if _, err := g.enter(t.Context(), job.Standard, cost(900)); !errors.Is(err, c.want) {
+					if _, err := g.enter(t.Context(), streamed(job.Standard, 900)); !errors.Is(err, c.want) {
 						t.Errorf("got %v, want %v", err, c.want)
 					}
 				})
@@ -130,31 +86,90 @@ func TestGateSendsAllAwayWhenTheEngineIsNotReadyAndForGood(t *testing.T) {
 			synctest.Wait()
 			c.send()
 			wg.Wait()
-			if _, err := g.enter(t.Context(), job.Standard, cost(1)); !errors.Is(err, c.want) {
+			if _, err := g.enter(t.Context(), streamed(job.Standard, 1)); !errors.Is(err, c.want) {
 				t.Errorf("got %v, want %v", err, c.want)
 			}
 		}
 	})
 }
 
-// TestGateLedgerReturnsToZero: after any mix of starts, growth, cancels while waiting, double releases and readings.
+func TestGateHandsBackWhatIsInHandOfAnEngineThatHasHalted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := openGate(t, 10_000, 1, nil)
+		defer g.close()
+		r, err := g.enter(t.Context(), streamed(job.Standard, 100))
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.grow(1)
+		if _, err := g.enter(t.Context(), streamed(job.Standard, 100)); !errors.Is(err, errHalted) {
+			t.Errorf("got %v, want %v", err, errHalted)
+		}
+		if wish, _ := g.want(1, job.Standard.Rank()); wish.Batch != 0 {
+			t.Error("a halted engine is fed")
+		}
+		if _, changed := g.want(1, job.Standard.Rank()); changed != nil {
+			r.grow(1) // it goes on
+			<-changed
+		}
+		r.release()
+	})
+}
+
+func TestGatePreemptsBatchWorkForAnInteractiveJob(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		stopped := make(chan job.ID, 1)
+		g := openGate(t, 1000, 0, func(id job.ID) { stopped <- id })
+		defer g.close()
+		batch := streamed(job.Batch, 900)
+		batch.id, batch.preemptible = "job_b", true
+		r, err := g.enter(t.Context(), batch)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r.grow(1)
+		go func() { // the attempt ends as it is told
+			if id := <-stopped; id != batch.id {
+				t.Errorf("job %s was stopped", id)
+			}
+			r.release()
+		}()
+		urgent, err := g.enter(t.Context(), streamed(job.Interactive, 300))
+		if err != nil {
+			t.Fatal(err)
+		}
+		urgent.release()
+	})
+}
+
+// TestGateLedgerReturnsToZero: after any mix of starts, growth, cancels while waiting, double releases, readings, lost readings and outcomes.
 func TestGateLedgerReturnsToZero(t *testing.T) {
 	t.Parallel()
-	g := openGate(5000, 32)
+	g := openGate(t, 5000, 32, func(job.ID) {})
+	defer g.close()
 	var wg sync.WaitGroup
 	for i := range 64 {
 		wg.Go(func() {
 			rnd := rand.New(rand.NewPCG(1, uint64(i)))
-			for range 200 {
+			for range 160 {
 				ctx, cancel := context.WithTimeout(t.Context(), time.Duration(rnd.IntN(2000))*time.Microsecond)
-				r, err := g.enter(ctx, job.Classes()[rnd.IntN(3)], job.Cost{Prompt: job.Tokens(rnd.IntN(800)), Answers: 1 + rnd.IntN(2)})
+				e := streamed(job.Classes()[rnd.IntN(3)], job.Tokens(rnd.IntN(800)))
+				e.ask.Cost.Answers, e.ask.Streams, e.preemptible = 1+rnd.IntN(2), rnd.IntN(2) == 0, true
+				r, err := g.enter(ctx, e)
 				cancel()
 				if err != nil {
 					continue
 				}
-				r.grow(job.Tokens(rnd.IntN(50)))
-				if rnd.IntN(8) == 0 {
-					g.observe(engine.Load{Ranks: []engine.Rank{{Capacity: 5000, Used: job.Tokens(rnd.IntN(5000))}}, MaxRunning: 32})
+				r.grow(rnd.IntN(50))
+				switch rnd.IntN(8) {
+				case 0:
+					g.observe(engine.Load{Ranks: []engine.Rank{{Capacity: 5000, Used: job.Tokens(rnd.IntN(5000))}}, MaxRunning: 32, Preemptions: int64(rnd.IntN(3))})
+				case 1:
+					g.unseen()
+				case 2:
+					r.ended(&reply{status: 429}, failed(job.CodeEngineError, "full"))
+				case 3:
+					r.ended(&reply{status: 200, usage: &job.Usage{PromptTokens: 10, CompletionTokens: 7}}, nil)
 				}
 				r.release()
 				r.release()
@@ -163,73 +178,10 @@ func TestGateLedgerReturnsToZero(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	g.observe(engine.Load{Ranks: []engine.Rank{{Capacity: 5000}}, MaxRunning: 32})
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.held != 0 || g.seqs != 0 || len(g.running) != 0 || len(g.hand) != 0 || g.granted != 0 || g.reported != 0 {
-		t.Errorf("left over: held %d, sequences %d, running %d, in hand %d, granted %d, reported %d", g.held, g.seqs, len(g.running), len(g.hand), g.granted, g.reported)
-	}
-}
-
-func TestWantPullsNothingBehindAJobInHand(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		g := openGate(1000, 0)
-		r, err := g.enter(t.Context(), job.Standard, cost(300))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if w, _ := g.want(job.Batch.Rank()); w.batch == 0 || !w.busy || w.level == 0 {
-			t.Errorf("with room, want is %+v", w)
-		}
-		ctx, cancel := context.WithCancel(t.Context())
-		var wg sync.WaitGroup
-		wg.Go(func() { _, _ = g.enter(ctx, job.Standard, cost(700)) })
-		synctest.Wait()
-		for _, c := range []job.Class{job.Standard, job.Batch} {
-			if w, _ := g.want(c.Rank()); w.batch != 0 {
-				t.Errorf("%s is pulled while standard work is in hand", c)
-			}
-		}
-		_, changed := g.want(job.Standard.Rank())
-		cancel()
-		wg.Wait()
-		<-changed
-		if w, _ := g.want(job.Interactive.Rank()); w.batch == 0 {
-			t.Error("interactive work is not pulled though there is room")
-		}
-		r.release()
-	})
-}
-
-func TestWantAsksForNoMoreThanFits(t *testing.T) {
-	t.Parallel()
-	g := openGate(100_000, 40)
-	if w, _ := g.want(0); w.batch != 4 { // a tenth of the sequences
-		t.Errorf("an empty engine pulls %d", w.batch)
-	}
-	var all []*reservation
-	for range 39 {
-		r, err := g.enter(t.Context(), job.Standard, cost(1))
-		if err != nil {
-			t.Fatal(err)
-		}
-		all = append(all, r)
-	}
-	if w, _ := g.want(0); w.batch != 1 {
-		t.Errorf("with room for one sequence %d are pulled", w.batch)
-	}
-	r, err := g.enter(t.Context(), job.Standard, cost(1))
-	if err != nil {
-		t.Fatal(err)
-	}
-	w, changed := g.want(0)
-	if w.batch != 0 {
-		t.Errorf("a full engine pulls %d", w.batch)
-	}
-	r.release()
-	<-changed
-	for _, r := range all {
-		r.release()
+	if tokens, pending, sequences := g.sched.Reserved(); tokens != 0 || pending != 0 || sequences != 0 || len(g.running) != 0 || len(g.hand) != 0 {
+		t.Errorf("left over: %d tokens, %d pending, %d sequences, running %d, in hand %d", tokens, pending, sequences, len(g.running), len(g.hand))
 	}
 }
 

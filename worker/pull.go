@@ -12,6 +12,7 @@ import (
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/schedule"
 )
 
 const (
@@ -19,6 +20,7 @@ const (
 	expiryIdle = 5 * time.Second
 	elsewhere  = 500 * time.Millisecond // in hand for so long: look whether another worker has room; handed back for so long
 	pullAgain  = time.Second            // after a pull that could not even be sent
+	room       = 16                     // tokens beside its prompt that a job needs to start elsewhere
 )
 
 // pull keeps at most one pull of a consumer outstanding, and does not pull again before all of it has started, until ctx ends. Deliveries run under run.
@@ -38,10 +40,11 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 
 	rank := cfg.Class.Rank() // -1 for the own lane, which has all classes: pulled whenever there is room
 	failing := false
-	left := make(chan struct{}, 2*maxPull) // gets a value for each delivery that has left the hand
+	left := make(chan struct{}, 64) // gets a value for each delivery that has left the hand
+	consumer := int(w.consumerSeq.Add(1))
 	for {
-		wish, changed := w.gate.want(rank)
-		if wish.batch == 0 {
+		wish, changed := w.gate.want(consumer, rank)
+		if wish.Batch == 0 {
 			select {
 			case <-ctx.Done():
 				return
@@ -50,11 +53,12 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 			}
 		}
 		expires := expiryIdle
-		if wish.busy {
+		if wish.Busy {
 			expires = expiryBusy
 		}
-		pulled, err := p.Pull(ctx, queue.PullRequest{Batch: wish.batch, Expires: expires, Level: wish.level})
+		pulled, err := p.Pull(ctx, queue.PullRequest{Batch: wish.Batch, Expires: expires, Level: wish.Level})
 		if err != nil {
+			w.gate.pulled(consumer)
 			if ctx.Err() == nil && !failing { // once per outage
 				log.Warn("pulling: trying again", "err", err)
 			}
@@ -72,6 +76,7 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 			inHand++
 			deliveries.Go(func() { w.handle(ctx, run, d, sync.OnceFunc(func() { left <- struct{}{} })) })
 		}
+		w.gate.pulled(consumer)
 		for ; inHand > 0; inHand-- {
 			<-left
 		}
@@ -111,8 +116,8 @@ func (w *Worker) handle(ctx, run context.Context, d *queue.Delivery, started fun
 	reservation, err := w.enter(ctx, d)
 	switch {
 	case err == nil:
-	case errors.Is(err, errClosed), ctx.Err() != nil:
-		h.nak(0)
+	case errors.Is(err, errClosed), errors.Is(err, errHalted), ctx.Err() != nil:
+		h.nak(0) // nothing is pulled here any more, or for now
 		return
 	default:
 		h.nak(elsewhere)
@@ -139,13 +144,20 @@ func (w *Worker) enter(ctx context.Context, d *queue.Delivery) (*reservation, er
 		})
 		defer glance.stop()
 	}
-	return w.gate.enter(ctx, d.Job.Class, d.Job.Cost)
+	j := &d.Job
+	return w.gate.enter(ctx, entry{
+		id: j.ID, preemptible: !j.Live(), lane: d.Lane != queue.AnyLane,
+		ask: schedule.Ask{
+			Tenant: j.Tenant, Model: j.Model, Group: j.Group, Class: j.Class, Cost: j.Cost, Created: j.Created.Time(),
+			Streams: j.Events || j.Live() && j.Stream,
+		},
+	})
 }
 
 // roomElsewhere tells whether another worker could start the job at once.
 func (w *Worker) roomElsewhere(j *job.Job) bool {
 	for _, m := range w.deps.Cluster.Workers(j.Model) {
-		if o := m.Worker; o != nil && m.ID != string(w.id) && o.State == cluster.Ready && o.InHand == 0 && o.Free >= j.Cost.Prompt+growth {
+		if o := m.Worker; o != nil && m.ID != string(w.id) && o.State == cluster.Ready && o.InHand == 0 && o.Brake == "" && o.FreeRank >= j.Cost.Prompt+room {
 			return true
 		}
 	}

@@ -20,6 +20,7 @@ var (
 	errDrained     = errors.New("the worker stops")
 	errStalled     = errors.New("the engine makes no progress")
 	errNobodyWaits = errors.New("the client has gone")
+	errPreempted   = errors.New("an interactive job needs the room")
 	errElsewhere   = errors.New("another worker has room")
 )
 
@@ -67,6 +68,15 @@ func (w *Worker) cancelJob(id job.ID) {
 	}
 }
 
+// preempt stops the attempt at a job of the batch class: an interactive one needs its room.
+func (w *Worker) preempt(id job.ID) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if cancel := w.attempts[id]; cancel != nil {
+		cancel(errPreempted)
+	}
+}
+
 // halt stops all that runs, and what would begin to.
 func (w *Worker) halt(cause error) {
 	w.mu.Lock()
@@ -100,7 +110,8 @@ func (w *Worker) beat() cluster.Heartbeat {
 		ID: string(w.id), Role: cluster.RoleWorker, Version: w.deps.Version, Host: w.host, Started: w.begun.UnixMilli(), Epoch: w.deps.Process,
 		Worker: &cluster.WorkerInfo{
 			Name: w.cfg.Name, State: w.state, Reason: w.reason, Models: models, Engine: string(w.kind),
-			Capacity: s.capacity, Free: s.free, Source: w.source, Largest: w.largest, Level: s.level, Running: s.running, InHand: s.inHand,
+			Capacity: s.Capacity, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largest, Level: s.Level, Running: s.Running, InHand: s.InHand,
+			Load: s.Load, TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake,
 			TokensPerSecond: w.rate.perSecond(time.Now()), Completed: w.completed.Load(), Failed: w.failed.Load(),
 		},
 	}

@@ -47,6 +47,7 @@ func (w *Worker) watch(ctx context.Context, serve func(job.Model) context.Cancel
 		if ctx.Err() != nil {
 			return
 		}
+		w.deps.Engine.Reset() // it may come back as another
 		w.setState(state, reason)
 		w.metrics.unready.WithLabelValues(string(state)).Inc()
 	}
@@ -204,6 +205,7 @@ func (w *Worker) whileReady(ctx context.Context, serve func(job.Model) context.C
 		load, err := w.load(ctx)
 		if err != nil {
 			w.metrics.scrapeErrors.Inc()
+			w.gate.unseen()
 			if failures++; failures >= suspectCalls && d.why == "" {
 				d.why = fmt.Sprintf("its metrics cannot be read: %v", err)
 			}

@@ -36,15 +36,16 @@ type Worker struct {
 	settler *settle.Settler
 	metrics *metrics
 
-	progress  progress
-	rate      rate
-	completed atomic.Int64
-	failed    atomic.Int64
-	doubts    chan doubt    // the engine should be looked at now
-	suspects  chan struct{} // holds one element while a suspect starts
-	badCalls  atomic.Int32
-	probes    singleflight.Group
-	ended     endedJobs
+	progress    progress
+	rate        rate
+	completed   atomic.Int64
+	failed      atomic.Int64
+	doubts      chan doubt    // the engine should be looked at now
+	suspects    chan struct{} // holds one element while a suspect starts
+	badCalls    atomic.Int32
+	probes      singleflight.Group
+	ended       endedJobs
+	consumerSeq atomic.Int64
 
 	mu       sync.Mutex // guards what follows
 	state    cluster.WorkerState
@@ -76,12 +77,15 @@ func New(cfg Config, deps Deps) (*Worker, error) {
 	id := job.Worker(cfg.Name + "-" + strings.ToLower(rand.Text()[:8]))
 	log := deps.Log.With("worker", id)
 	w := &Worker{
-		cfg: cfg, deps: deps, id: id, host: host, log: log, begun: time.Now(), gate: newGate(),
+		cfg: cfg, deps: deps, id: id, host: host, log: log, begun: time.Now(),
 		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: log},
 		doubts:  make(chan doubt, 1), suspects: make(chan struct{}, 1), state: cluster.Starting, reason: "the engine has not answered yet",
 		models: map[job.Model]*served{}, attempts: map[job.ID]context.CancelCauseFunc{},
 	}
 	var err error
+	if w.gate, err = newGate(cfg.Schedule, w.preempt); err != nil {
+		return nil, fmt.Errorf("worker: %w", err)
+	}
 	if w.metrics, err = newMetrics(deps.Registerer, w); err != nil {
 		return nil, err
 	}
@@ -114,6 +118,7 @@ func (w *Worker) Run(ctx context.Context) error {
 	g.Go(func() error { return w.deps.Cluster.Announce(run, w.beat) })
 	g.Go(func() error { w.dropEnded(run); return nil })
 	g.Go(func() error { w.watchProgress(run); return nil })
+	g.Go(func() error { w.probeQuiet(run); return nil })
 	g.Go(func() error {
 		w.watch(run, func(m job.Model) context.CancelFunc { return w.serve(ctx, run, m, &deliveries) })
 		return nil
@@ -129,7 +134,7 @@ func (w *Worker) Run(ctx context.Context) error {
 		close(drained)
 	}()
 	if !within(w.cfg.Drain, drained) {
-		w.log.Warn("drain limit reached: handing back what runs", "running", w.gate.status().running)
+		w.log.Warn("drain limit reached: handing back what runs", "running", w.gate.status().Running)
 		w.halt(errDrained)
 		if !within(handBack, drained) { // a store does not answer: what it cannot be told is found out by the next delivery
 			w.log.Warn("handing back is given up: what runs is delivered again after its ack wait")
