@@ -138,7 +138,8 @@ func (d *Dispatcher) recoverLanes(ctx context.Context, w job.Worker) error {
 	}
 	for _, m := range models {
 		for _, kind := range []queue.Kind{queue.Work, queue.Live} {
-			if err := d.moveLane(ctx, kind, m, queue.WorkerLane(w)); err != nil {
+			lane := queue.WorkerLane(w)
+			if err := d.moveLane(ctx, lane, d.deps.Queue.Waiting(ctx, kind, m, lane, false), 0); err != nil {
 				return err
 			}
 		}

@@ -27,6 +27,8 @@ import (
 type Config struct {
 	// Sweep is the period of looking at lanes, holders and queues. Default 1 s.
 	Sweep time.Duration
+	// LanePatience is how long a job waits in the lane of a worker that does not take it, before any worker may have it. Default 2 s.
+	LanePatience time.Duration
 	// Deadlines is the period of looking for late jobs. Default 250 ms.
 	Deadlines time.Duration
 	// Reconcile is the period of comparing Redis with the streams. Default 10 s.
@@ -49,6 +51,7 @@ func (c *Config) complete() error {
 		def   time.Duration
 	}{
 		{"Sweep", &c.Sweep, time.Second},
+		{"LanePatience", &c.LanePatience, 2 * time.Second},
 		{"Deadlines", &c.Deadlines, 250 * time.Millisecond},
 		{"Reconcile", &c.Reconcile, 10 * time.Second},
 		{"AcceptingAfter", &c.AcceptingAfter, 30 * time.Second},

@@ -16,6 +16,7 @@ type metrics struct {
 	ended         *prometheus.CounterVec // jobs ended here, by state
 	repaired      *prometheus.CounterVec // by what was wrong
 	fed           *prometheus.CounterVec // jobs moved out of waiting lines
+	unlaned       *prometheus.CounterVec // jobs moved out of workers' lanes
 	waiting       *prometheus.GaugeVec
 	oldestRunning prometheus.Gauge
 }
@@ -27,10 +28,11 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		ended:         prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_ended_total", Help: "Jobs ended by the dispatcher, by state."}, []string{"state"}),
 		repaired:      prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_repaired_total", Help: "Jobs repaired by the reconciler, by what was wrong."}, []string{"fault"}),
 		fed:           prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_fed_total", Help: "Jobs moved out of waiting lines."}, []string{"model"}),
+		unlaned:       prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_unlaned_total", Help: "Jobs moved out of the lanes of workers that did not take them in time, or are gone."}, []string{"model"}),
 		waiting:       prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "millrace_queue_waiting_jobs", Help: "Jobs that wait, by model and class; class \"line\" is the waiting lines."}, []string{"model", "class"}),
 		oldestRunning: prometheus.NewGauge(prometheus.GaugeOpts{Name: "millrace_oldest_running_job_seconds", Help: "Age of the attempt that has run longest."}),
 	}
-	for _, c := range []prometheus.Collector{m.failures, m.deaths, m.ended, m.repaired, m.fed, m.waiting, m.oldestRunning} {
+	for _, c := range []prometheus.Collector{m.failures, m.deaths, m.ended, m.repaired, m.fed, m.unlaned, m.waiting, m.oldestRunning} {
 		if err := reg.Register(c); err != nil {
 			return nil, fmt.Errorf("registering the dispatcher's metrics: %w", err)
 		}

@@ -2,7 +2,6 @@ package dispatcher
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -10,7 +9,6 @@ import (
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
-	"github.com/millrace/millrace/internal/results"
 )
 
 // sweeper finds what deaths have left, whoever saw them: held sets of workers that are not there, and their lanes.
@@ -43,16 +41,13 @@ func (s *sweeper) sweep(ctx context.Context) error {
 	return d.lookAtQueues(ctx, s.elected)
 }
 
-// lookAtQueues counts every model's queue for the heartbeat, and moves the lanes of workers that are gone.
+// lookAtQueues counts every model's queue for the heartbeat, and moves what waits in workers' lanes for no good.
 func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time) error {
 	models, err := d.deps.Queue.Models(ctx)
 	if err != nil {
 		return fmt.Errorf("listing models: %w", err)
 	}
-	lanes := map[queue.Lane]bool{} // of workers that live: a long name is not to be read from its lane
-	for _, m := range d.deps.Cluster.Workers("") {
-		lanes[queue.WorkerLane(job.Worker(m.ID))] = true
-	}
+	workers := d.lanes()
 	infos := make([]cluster.QueueInfo, 0, len(models))
 	for _, m := range models {
 		info := cluster.QueueInfo{Model: m, Waiting: map[job.Class]int{}, WaitingLines: map[job.Tenant]int{}}
@@ -63,10 +58,7 @@ func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time) error 
 			}
 			count(&info, kind, depth)
 			for lane := range depth.WorkerLanes {
-				if lanes[lane] || !d.deps.Cluster.SilentSince(strings.TrimPrefix(string(lane), "w-"), elected) {
-					continue
-				}
-				if err := d.moveLane(ctx, kind, m, lane); err != nil {
+				if err := d.tendLane(ctx, kind, m, lane, workers[lane], elected); err != nil {
 					return err
 				}
 			}
@@ -94,40 +86,6 @@ func count(info *cluster.QueueInfo, kind queue.Kind, depth queue.Depth) {
 	if kind == queue.Work && depth.MaxBytes > 0 {
 		info.WorkFill = float64(depth.Bytes) / float64(depth.MaxBytes)
 	}
-}
-
-// moveLane moves a lane's messages to the lane `any`, but for those that must stay.
-func (d *Dispatcher) moveLane(ctx context.Context, kind queue.Kind, m job.Model, lane queue.Lane) error {
-	for s, err := range d.deps.Queue.Waiting(ctx, kind, m, lane, false) {
-		if err != nil {
-			return fmt.Errorf("reading lane %s of model %s: %w", lane, m, err)
-		}
-		if _, err := d.move(ctx, s); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// move moves one message to the lane `any`, and tells whether it did: one whose job another attempt runs, or whose retry is not due, stays, and one that is gone is nobody's concern.
-func (d *Dispatcher) move(ctx context.Context, s *queue.Stored) (bool, error) {
-	if s.Kind == queue.Work {
-		rec, err := d.deps.Results.Get(ctx, s.Job.ID)
-		if err != nil && !errors.Is(err, results.ErrNotFound) {
-			return false, fmt.Errorf("reading job %s: %w", s.Job.ID, err)
-		}
-		if now := d.deps.Results.Now(); err == nil && (rec.Lease > now || rec.NotBefore > now) {
-			return false, nil
-		}
-	}
-	err := d.deps.Queue.Move(ctx, s, queue.AnyLane)
-	if errors.Is(err, queue.ErrNotFound) {
-		return false, nil
-	}
-	if err != nil {
-		return false, fmt.Errorf("moving job %s out of lane %s: %w", s.Job.ID, s.Lane, err)
-	}
-	return true, nil
 }
 
 // lookAtHolders drops from the held sets what their workers do not hold any more, and finds the attempt that has run longest.
