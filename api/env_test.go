@@ -561,8 +561,9 @@ func (w *worker) runLive(ctx context.Context, d *queue.Delivery) {
 	case !await(ctx, r.before):
 		end = relay.End{State: job.Cancelled, Error: job.NewError(job.TypeServer, job.CodeClientGone, "gone")}
 	case j.Stream && r.status == 200:
-		_ = a.Send(relay.Part{Head: &relay.Head{StatusCode: 200, ContentType: "text/event-stream"}})
-		for _, c := range r.chunks {
+		shown := bytes.Count(claimed.Shown, []byte("\n\n"))
+		_ = a.Send(relay.Part{Head: &relay.Head{StatusCode: 200, ContentType: "text/event-stream", Continues: shown > 0}})
+		for _, c := range r.chunks[shown:] {
 			if !await(ctx, r.each) {
 				break
 			}

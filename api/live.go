@@ -27,12 +27,13 @@ type call struct {
 	seat    *relay.Seat
 	// stop ends the call with what its client is told: a *failure or errStopped.
 	stop context.CancelCauseFunc
-	// shown: the client has bytes of an engine's answer, so that no other attempt can begin anew.
+	// shown: the client has bytes of an engine's answer, so that another attempt can only go on with them.
 	shown atomic.Bool
 
 	// Owned by the goroutine that looks after held calls.
 	deaths      int
 	silentSince time.Time // when the holder was first missed
+	brokenSince time.Time // when nobody was first seen to hold a call whose stream the client has begun to get
 	published   time.Time
 }
 
@@ -78,8 +79,8 @@ func (h *held) all() []*call {
 	return all
 }
 
-// answerLive runs a job for as long as its client waits on the connection, and passes the engine's answer through.
-func (s *Server) answerLive(c echo.Context, j job.Job, r *request, release func()) error {
+// answerLive runs a job, first in lane, for as long as its client waits on the connection, and passes the engine's answer through.
+func (s *Server) answerLive(c echo.Context, j job.Job, r *request, lane queue.Lane, release func()) error {
 	ctx, stop := context.WithCancelCause(c.Request().Context())
 	defer stop(nil)
 	now := s.deps.Results.Now()
@@ -104,7 +105,7 @@ func (s *Server) answerLive(c echo.Context, j job.Job, r *request, release func(
 		return fail(http.StatusTooManyRequests, job.CodeRateLimit, "This server holds %d calls already: try again later.", s.cfg.MaxHeld)
 	}
 	defer s.held.remove(j.ID)
-	if err := s.publish(ctx, call); err != nil {
+	if err := s.publish(ctx, lane, call); err != nil {
 		result := "unavailable"
 		if errors.Is(err, queue.ErrFull) {
 			result = "refused"
@@ -116,11 +117,11 @@ func (s *Server) answerLive(c echo.Context, j job.Job, r *request, release func(
 	return s.passOn(ctx, c, call)
 }
 
-// publish puts a held call's message into the live stream. It is not cut by a client that leaves, so that what was stored is known.
-func (s *Server) publish(ctx context.Context, call *call) error {
+// publish puts a held call's message into a lane of the live stream. It is not cut by a client that leaves, so that what was stored is known.
+func (s *Server) publish(ctx context.Context, lane queue.Lane, call *call) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), submitTimeout)
 	defer cancel()
-	err := s.publisher.Enqueue(ctx, queue.Live, queue.AnyLane, call.message)
+	err := s.publisher.Enqueue(ctx, queue.Live, lane, call.message)
 	if err != nil && !errors.Is(err, queue.ErrExists) {
 		return fmt.Errorf("queueing job %s: %w", call.message.Job.ID, err)
 	}
@@ -251,7 +252,7 @@ type liveAnswer struct {
 func (a *liveAnswer) take(p *relay.Part) (done bool, err error) {
 	switch {
 	case p.Head != nil:
-		if a.shown.Load() {
+		if a.shown.Load() && !p.Head.Continues {
 			return true, a.fail(jobFailure(job.NewError(job.TypeServer, job.CodeEngineError, "The answer broke off, and another attempt began it anew.")))
 		}
 		a.head, a.buffer = p.Head, nil
@@ -430,7 +431,7 @@ func (s *Server) mourn(ctx context.Context, w job.Worker, charged bool) {
 	}
 }
 
-// bereave lets another worker have a call whose holder is dead, unless the client has seen some of its answer.
+// bereave lets another worker have a call whose holder is dead, unless the client has seen some of an answer with which no other can go on.
 func (s *Server) bereave(ctx context.Context, call *call, ack string, charged bool) {
 	call.silentSince = time.Time{}
 	if charged {
@@ -438,7 +439,7 @@ func (s *Server) bereave(ctx context.Context, call *call, ack string, charged bo
 	}
 	j := &call.message.Job
 	switch {
-	case call.shown.Load():
+	case call.shown.Load() && !call.seat.Resumable():
 		call.seat.Release(charged)
 		call.stop(jobFailure(job.NewError(job.TypeServer, job.CodeEngineError, "The worker died in the middle of its answer.")))
 		return
@@ -471,6 +472,9 @@ func (s *Server) lookAtHeld(ctx context.Context, now time.Time, again bool) {
 		switch {
 		case holder == "":
 			call.silentSince = time.Time{}
+			if s.brokeOff(call, now) {
+				continue
+			}
 			old := now.Sub(call.published) > republishPeriod
 			if call.published.IsZero() || old && rare > 0 {
 				if !call.published.IsZero() {
@@ -481,7 +485,7 @@ func (s *Server) lookAtHeld(ctx context.Context, now time.Time, again bool) {
 				}
 			}
 		case s.deps.Cluster.Alive(string(holder)):
-			call.silentSince = time.Time{}
+			call.silentSince, call.brokenSince = time.Time{}, time.Time{}
 		case call.silentSince.IsZero():
 			call.silentSince = now
 		case now.Sub(call.silentSince) > holderMissing:
@@ -490,9 +494,24 @@ func (s *Server) lookAtHeld(ctx context.Context, now time.Time, again bool) {
 	}
 }
 
-// republish publishes a call's message again, and tells whether it is there now: one that was there already is left alone.
+// brokeOff ends a call whose stream the client has begun to get if nobody has taken it to go on with it for too long, and tells so: a stream that has begun does not wait as a call in the line does.
+func (s *Server) brokeOff(call *call, now time.Time) bool {
+	switch {
+	case !call.shown.Load():
+		return false
+	case call.brokenSince.IsZero():
+		call.brokenSince = now
+		return false
+	case now.Sub(call.brokenSince) < s.cfg.ContinueWithin:
+		return false
+	}
+	call.stop(jobFailure(job.NewError(job.TypeServer, job.CodeEngineError, "The answer broke off, and no other worker came to continue it.")))
+	return true
+}
+
+// republish publishes a call's message again, for any worker, and tells whether it is there now: one that was there already is left alone.
 func (s *Server) republish(ctx context.Context, call *call) bool {
-	if err := s.publish(ctx, call); err != nil {
+	if err := s.publish(ctx, queue.AnyLane, call); err != nil {
 		call.published = time.Time{}
 		s.log.Warn("publishing a held call again", "job", call.message.Job.ID, "err", err)
 		return false

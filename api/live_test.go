@@ -277,26 +277,67 @@ func TestCallOfADeadWorkerGoesToAnother(t *testing.T) {
 	}
 }
 
-func TestDeathInMidStreamIsAnErrorEvent(t *testing.T) {
-	t.Parallel()
-	e := newEnv(t, api.Config{})
-	each := make(chan struct{}, 1)
-	each <- struct{}{}
-	first := e.startWorker(func(j *job.Job, body []byte) reply {
+// dyingStream begins a stream of n chunks on a worker that dies after the first ones, and returns what the client has got until then, and the rest of its connection.
+func (e *env) dyingStream(t *testing.T, n, first int) (string, *bufio.Reader) {
+	t.Helper()
+	each := make(chan struct{}, first)
+	for range first {
+		each <- struct{}{}
+	}
+	w := e.startWorker(func(j *job.Job, body []byte) reply {
 		r := repeat(j, body)
 		r.each = each
 		return r
 	})
-	resp := e.open(t.Context(), "POST", "/v1/chat/completions", chat(3, `,"stream":true`))
-	defer resp.Body.Close()
+	resp := e.open(t.Context(), "POST", "/v1/chat/completions", chat(n, `,"stream":true`))
+	t.Cleanup(func() { resp.Body.Close() })
 	in := bufio.NewReader(resp.Body)
-	if line, err := in.ReadString('\n'); err != nil || !strings.HasPrefix(line, "data: ") {
-		t.Fatalf("%q, %v", line, err)
+	var got strings.Builder
+	for strings.Count(got.String(), "\n\n") < first {
+		line, err := in.ReadString('\n')
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !strings.HasPrefix(line, ":") {
+			got.WriteString(line)
+		}
 	}
-	first.nc.Close()
+	w.nc.Close()
+	return got.String(), in
+}
+
+// TestDeathInMidStreamIsAnErrorEvent: where nobody comes to go on with it.
+func TestDeathInMidStreamIsAnErrorEvent(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{ContinueWithin: time.Millisecond})
+	_, in := e.dyingStream(t, 3, 1)
 	rest, err := io.ReadAll(in)
 	if err != nil || !strings.Contains(string(rest), `data: {"error":{`) || strings.Contains(string(rest), "[DONE]") {
 		t.Errorf("%q, %v", rest, err)
+	}
+}
+
+func TestStreamOfADeadWorkerIsContinuedByAnother(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{ContinueWithin: time.Minute})
+	got, in := e.dyingStream(t, 6, 3)
+	e.startWorker(repeat)
+	var want strings.Builder
+	for _, c := range repeat(nil, []byte(`{"max_tokens":6}`)).chunks {
+		want.WriteString("data: " + c + "\n\n")
+	}
+	want.WriteString("data: [DONE]\n\n")
+	rest, err := io.ReadAll(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(rest)) {
+		if !strings.HasPrefix(line, ":") {
+			got += line
+		}
+	}
+	if diff := cmp.Diff(want.String(), got); diff != "" {
+		t.Error(diff)
 	}
 }
 

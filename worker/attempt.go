@@ -44,6 +44,9 @@ func (w *Worker) runDurable(run context.Context, h *holding, holds *reservation)
 	log := h.log.With("attempt", claim.Token)
 	a := &attempt{w: w, log: log, h: h, job: &h.Job, claim: claim, started: claim.Now}
 	a.call = &call{w: w, log: log, d: h.Delivery, holds: holds, show: a.show}
+	if !a.preemptible(ctx) {
+		holds.stay()
+	}
 	defer a.leaveSoon(leave)()
 	if a.job.Events {
 		a.events = newEventLog(w.deps.Results, w.deps.Relay, a.job, claim, log)
@@ -75,7 +78,35 @@ func (a *attempt) execute(ctx context.Context) (*reply, *fault) {
 	if a.claim.Deaths >= a.w.cfg.MaxDeaths {
 		return nil, failed(job.CodeWorkerCrashed, fmt.Sprintf("The job's worker died %d times while running it.", a.claim.Deaths))
 	}
+	if a.claim.Partial {
+		a.resume(ctx)
+	}
 	return a.call.run(ctx, a.claim.Now)
+}
+
+// maxPreemptions bounds how often a job makes room for others.
+const maxPreemptions = 3
+
+// preemptible tells whether the job may be made to give way to one of a higher class.
+func (a *attempt) preemptible(ctx context.Context) bool {
+	if a.job.Class != job.Batch {
+		return false
+	}
+	if a.claim.Uncharged < maxPreemptions {
+		return true
+	}
+	ctx, cancel := context.WithTimeout(ctx, storeTimeout)
+	defer cancel()
+	rec, err := a.w.deps.Results.Get(ctx, a.job.ID)
+	n := 0
+	if err == nil {
+		for _, done := range rec.Attempts {
+			if done.Outcome == reasonPreempted {
+				n++
+			}
+		}
+	}
+	return err == nil && n < maxPreemptions
 }
 
 // show keeps a chunk as an event.

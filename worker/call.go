@@ -25,6 +25,9 @@ const storeTimeout = 5 * time.Second
 // reasonBroken is the reason of attempts whose engine broke off.
 const reasonBroken = string(job.CodeEngineError)
 
+// reasonPreempted is the reason of attempts that were stopped for a job of a higher class.
+const reasonPreempted = "preempted"
+
 // engineAgain is the least delay of a job whose engine was not ready for it.
 const engineAgain = time.Second
 
@@ -36,8 +39,15 @@ type call struct {
 	holds *reservation
 	// show gets each event of a stream that the client may see, as it comes and before the stream's end is known. False ends the call: nobody takes it.
 	show func(*reply, engine.Event) bool
+	// earlier are the chunks that readers have of earlier attempts' streams, nil if nothing was shown of any. anew tells the readers that the answer begins anew in spite of them; it is false where
+	// they cannot be told.
+	earlier [][]byte
+	anew    func() bool
 	// first is when the first token of a stream came.
 	first job.Millis
+	// request is the client's body, and assembler has the stream so far, with what came earlier.
+	request   []byte
+	assembler *engine.Assembler
 }
 
 // reply is what an engine answered. Its body is there once it is whole; a streamed one's is assembled.
@@ -47,6 +57,7 @@ type reply struct {
 	body        []byte
 	usage       *job.Usage
 	streamed    bool
+	continues   bool // what is shown goes on behind what earlier attempts brought
 	retryAfter  time.Duration
 }
 
@@ -114,51 +125,92 @@ func (c *call) run(ctx context.Context, now job.Millis) (r *reply, f *fault) {
 	if f := c.stopped(ctx); f != nil { // it was cancelled while it was claimed
 		return nil, f
 	}
-	body, hideUsage, f := c.body(ctx)
-	if f != nil {
+	if c.request, f = c.fetch(ctx); f != nil {
 		return nil, f
 	}
 	c.w.progress.begin()
 	defer c.w.progress.end()
+	if c.earlier != nil {
+		if r, f, ok := c.goOn(ctx, c.request); ok {
+			return r, f
+		}
+		if f := c.stopped(ctx); f != nil {
+			return nil, f
+		}
+		if !c.anew() {
+			return nil, failed(job.CodeEngineError, "The answer broke off, and the next engine cannot continue it.")
+		}
+	}
+	r, f, _ = c.generate(ctx, c.request, nil)
+	return r, f
+}
+
+// generate has the engine answer body. With s it is the rest of that answer; then ok is false if the engine refuses to bring it, and nothing was shown.
+func (c *call) generate(ctx context.Context, body []byte, s *resumption) (r *reply, f *fault, ok bool) {
+	j := &c.d.Job
+	body, hideUsage, err := c.edit(ctx, body)
+	if err != nil {
+		return nil, failed(job.CodeInvalidJSON, "The job's request cannot be edited: "+err.Error()), true
+	}
 	called := time.Now()
 	response, err := c.w.deps.Engine.Call(ctx, engine.Request{Endpoint: j.Endpoint, Body: bytes.NewReader(body), Size: int64(len(body)), ID: j.ID})
 	if err != nil {
-		return nil, c.broken(ctx, err)
+		return nil, c.broken(ctx, err), true
 	}
 	defer response.Body.Close() //nolint:errcheck // closing is how the engine learns that nobody reads on
 	c.w.progress.alive()
-	r = &reply{status: response.StatusCode, contentType: response.ContentType, retryAfter: response.RetryAfter}
+	r = &reply{status: response.StatusCode, contentType: response.ContentType, retryAfter: response.RetryAfter, continues: s != nil}
 	if r.status == http.StatusOK && strings.HasPrefix(r.contentType, "text/event-stream") {
-		return r, c.stream(ctx, r, response, called, hideUsage)
+		return r, c.stream(ctx, r, response, called, hideUsage, s), true
 	}
 	if r.body, err = response.ReadAll(); err != nil {
-		return nil, c.broken(ctx, err)
+		return nil, c.broken(ctx, err), true
 	}
-	return r, c.judge(ctx, r)
+	f = c.judge(ctx, r)
+	if s == nil {
+		return r, f, true
+	}
+	if f == nil { // it refuses the rest, or gives an answer of another kind
+		c.log.Warn("the engine does not continue a partial answer", "status", r.status)
+		return nil, nil, false
+	}
+	return nil, f, true
 }
 
-// body is the body for the engine: the client's, in which only the fields that ask for a stream are edited, and these only where events are wanted or unwanted.
-func (c *call) body(ctx context.Context) (body []byte, hideUsage bool, f *fault) {
-	j := &c.d.Job
+// fetch reads the client's body.
+func (c *call) fetch(ctx context.Context) ([]byte, *fault) {
 	body, err := c.w.fetch(ctx, c.d)
 	switch {
+	case err == nil:
+		return body, nil
 	case errors.Is(err, blob.ErrNotFound):
-		return nil, false, failed(job.CodeInternal, "The job's request is not in the object store any more.")
-	case err != nil:
-		if f := c.stopped(ctx); f != nil {
-			return nil, false, f
-		}
-		c.log.Warn("reading a job's request", "err", err)
-		return nil, false, again(false, "request_unavailable", engineAgain, job.CodeUnavailable, "The job's request could not be read.")
+		return nil, failed(job.CodeInternal, "The job's request is not in the object store any more.")
+	}
+	if f := c.stopped(ctx); f != nil {
+		return nil, f
+	}
+	c.log.Warn("reading a job's request", "err", err)
+	return nil, again(false, "request_unavailable", engineAgain, job.CodeUnavailable, "The job's request could not be read.")
+}
+
+// edit makes the body for the engine, in which only the fields are edited that Millrace owns: those that ask for a stream, where events are wanted or unwanted, and the priority, where the engine has any.
+func (c *call) edit(ctx context.Context, body []byte) (edited []byte, hideUsage bool, err error) {
+	j := &c.d.Job
+	switch {
 	case j.Events || j.Live() && j.Stream:
 		body, hideUsage, err = job.SetStreaming(body)
 	case !j.Live():
 		body, err = job.SetPlain(body)
 	}
-	if err != nil {
-		return nil, false, failed(job.CodeInvalidJSON, "The job's request cannot be edited: "+err.Error())
+	if err != nil || !j.Endpoint.Generates() {
+		return body, hideUsage, err
 	}
-	return body, hideUsage, nil
+	short, cancel := context.WithTimeout(ctx, storeTimeout)
+	defer cancel()
+	if c.w.deps.Engine.Abilities(short, j.Model).Priority {
+		body, err = job.SetField(body, "priority", fmt.Append(nil, j.Class.Rank()))
+	}
+	return body, hideUsage, err
 }
 
 // fetch reads a job's request, from the message or the object store.
@@ -180,36 +232,56 @@ func (w *Worker) fetch(ctx context.Context, d *queue.Delivery) ([]byte, error) {
 	return body, nil
 }
 
-// stream reads a stream to its end, and assembles the answer.
-func (c *call) stream(ctx context.Context, r *reply, response *engine.Response, called time.Time, hideUsage bool) *fault {
+// stream reads a stream to its end, and assembles the answer: with s, of which it is the rest, the whole.
+func (c *call) stream(ctx context.Context, r *reply, response *engine.Response, called time.Time, hideUsage bool, s *resumption) *fault {
 	r.streamed = true
 	c.w.progress.stream(+1)
 	defer c.w.progress.stream(-1)
 	assembler := engine.NewAssembler(c.d.Job.Endpoint, hideUsage)
+	if s != nil {
+		assembler = s.assembler
+	}
+	c.assembler = assembler
 	for ev, err := range response.Events() {
 		if err != nil {
 			return c.broken(ctx, err)
 		}
 		shown := true
 		if ev.Data != nil && !ev.Done {
+			if s != nil {
+				joined, err := s.join(ev.Data)
+				if err != nil {
+					return c.broken(ctx, err)
+				}
+				if joined == nil {
+					c.w.progress.alive()
+					continue
+				}
+				ev = eventOf(joined)
+			}
 			chunk, err := assembler.Add(ev.Data)
 			if err != nil {
 				return c.broken(ctx, err)
 			}
 			if chunk.Error != nil {
-				c.w.badCall("it answers with an error in its stream")
+				c.w.badCall(c.d.Job.ID, "it answers with an error in its stream")
 				return again(true, reasonBroken, 0, job.CodeEngineError, "The engine failed in the middle of its answer: "+chunk.Error.Message)
 			}
 			shown = chunk.Show
-			c.token(chunk.Token, called)
+			c.token(chunk.Token, called, s)
 		}
 		if shown && !c.show(r, ev) {
 			return ended(job.Cancelled, job.CodeClientGone, "The client read its answer too slowly.")
 		}
 	}
+	c.w.goodCall()
+	return c.whole(ctx, r, assembler)
+}
+
+// whole makes the reply that of the whole stream.
+func (c *call) whole(ctx context.Context, r *reply, assembler *engine.Assembler) *fault {
 	r.usage = assembler.Usage()
 	if c.d.Job.Live() { // its client has the stream
-		c.w.badCalls.Store(0)
 		return nil
 	}
 	var err error
@@ -217,22 +289,26 @@ func (c *call) stream(ctx context.Context, r *reply, response *engine.Response, 
 		return c.broken(ctx, err)
 	}
 	r.contentType = "application/json"
-	c.w.badCalls.Store(0)
 	return nil
 }
 
-// token notes that a chunk came, and whether it carried a token.
-func (c *call) token(generated bool, called time.Time) {
+// token notes that a chunk came, and whether it carried a token; s is what it goes on with, nil if nothing.
+func (c *call) token(generated bool, called time.Time, s *resumption) {
 	c.w.progress.alive()
 	if !generated {
 		return
 	}
-	c.holds.grow(1)
-	c.w.rate.add(time.Now(), 1)
+	grown := 1
 	if c.first == 0 {
 		c.first = c.w.deps.Results.Now()
-		c.w.metrics.ttft.Observe(time.Since(called).Seconds())
+		if s != nil { // the engine has the text so far in its cache, too
+			grown += int(s.used)
+		} else {
+			c.w.metrics.ttft.Observe(time.Since(called).Seconds())
+		}
 	}
+	c.holds.grow(grown)
+	c.w.rate.add(time.Now(), 1)
 }
 
 // judge says what is wrong with a whole answer; nil if it ends the job, as the engine's refusal of a bad request does.
@@ -240,10 +316,10 @@ func (c *call) judge(ctx context.Context, r *reply) *fault {
 	switch {
 	case r.status >= 200 && r.status < 400 && (r.status != http.StatusOK || !json.Valid(r.body)):
 		// A page, a redirect or nothing: whatever answers there, it is no engine that has done the work.
-		c.w.badCall("it answers with something that is no JSON")
+		c.w.badCall(c.d.Job.ID, "it answers with something that is no JSON")
 		return again(true, reasonBroken, 0, job.CodeEngineError, fmt.Sprintf("The engine answered %d without JSON.", r.status))
 	case r.status == http.StatusOK:
-		c.w.badCalls.Store(0)
+		c.w.goodCall()
 		if r.usage = engine.UsageOf(r.body); r.usage != nil {
 			c.w.rate.add(time.Now(), r.usage.CompletionTokens)
 		}
@@ -252,7 +328,9 @@ func (c *call) judge(ctx context.Context, r *reply) *fault {
 		return nil
 	}
 	why := fmt.Sprintf("it answers %d", r.status)
-	c.w.badCall(why)
+	if r.status != http.StatusTooManyRequests { // one that is full is well
+		c.w.badCall(c.d.Job.ID, why)
+	}
 	f := again(true, fmt.Sprintf("engine_%d", r.status), r.retryAfter, job.CodeEngineError, fmt.Sprintf("The engine answered %d.", r.status))
 	if r.status == http.StatusServiceUnavailable { // an engine that loads or shuts down is no fault of the job
 		c.w.doubt(doubt{why: why})
@@ -275,7 +353,7 @@ func (c *call) broken(ctx context.Context, err error) *fault {
 		c.w.doubt(doubt{why: "it cannot be reached"})
 		return again(false, "engine_unready", engineAgain, job.CodeEngineError, "The engine cannot be reached.")
 	}
-	c.w.badCall(err.Error())
+	c.w.badCall(c.d.Job.ID, err.Error())
 	c.log.Warn("the engine gave no whole answer", "err", err)
 	return again(true, reasonBroken, 0, job.CodeEngineError, "The engine broke off its answer.")
 }
@@ -302,8 +380,12 @@ func (c *call) stopped(ctx context.Context) *fault {
 		return ended(job.Expired, job.CodeExpired, "The job's deadline passed while it ran.")
 	case errors.Is(cause, errRunTimeout):
 		return failed(job.CodeRunTimeout, fmt.Sprintf("The attempt took longer than its run_timeout of %s.", c.d.Job.RunTimeout.Duration()))
+	case errors.Is(cause, errPreempted):
+		return again(false, reasonPreempted, 0, job.CodeUnavailable, "The job made room for one of a higher class.")
 	case errors.Is(cause, errStalled):
 		return again(false, string(job.CodeEngineStalled), 0, job.CodeEngineStalled, "The engine stopped answering.")
+	case errors.Is(cause, errNotFit):
+		return again(false, "gpu_fault", 0, job.CodeEngineError, "A GPU of the worker failed.")
 	default: // the worker stops
 		return again(false, "drained", 0, job.CodeUnavailable, "The worker stopped.")
 	}

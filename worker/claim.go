@@ -39,7 +39,7 @@ func (w *Worker) claim(ctx context.Context, h *holding) *results.Claim {
 func (w *Worker) tryClaim(ctx context.Context, h *holding) (*results.Claim, error) {
 	ctx, cancel := context.WithTimeout(ctx, 2*storeTimeout)
 	defer cancel()
-	r := results.ClaimRequest{Job: &h.Job, Worker: w.id, Lease: h.AckWait, AckSubject: h.AckSubject, Delivered: h.Delivered}
+	r := results.ClaimRequest{Job: &h.Job, Worker: w.id, Lease: h.AckWait, AckSubject: h.AckSubject, Delivered: h.Delivered, Resume: true}
 	c := &results.Claim{}
 	if h.Delivered > 1 { // the script would ask for it anyway
 		c.Verdict = results.CheckDone

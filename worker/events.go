@@ -56,11 +56,30 @@ func newEventLog(store *results.Store, bells *relay.Relay, j *job.Job, c *result
 	}
 }
 
+// prepend puts the events of earlier attempts that this one goes on with before its own, to be put back with them under its token.
+func (l *eventLog) prepend(earlier []job.Event) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i := range earlier {
+		earlier[i].Token = l.token
+		l.bytes += len(earlier[i].Data)
+	}
+	l.kept = append(earlier, l.kept...)
+	l.unsent += len(earlier)
+}
+
 // add appends a token event with its own copy of data.
-func (l *eventLog) add(data []byte) {
+func (l *eventLog) add(data []byte) { l.append(job.EventToken, bytes.Clone(data)) }
+
+// reset tells readers that what came before this event does not count.
+func (l *eventLog) reset(attempt int) {
+	l.append(job.EventReset, fmt.Appendf(nil, `{"text":"","attempt":%d}`, attempt))
+}
+
+func (l *eventLog) append(kind job.EventKind, data []byte) {
 	l.mu.Lock()
 	l.n++
-	l.kept = append(l.kept, job.Event{N: l.n, Token: l.token, Kind: job.EventToken, Data: bytes.Clone(data)})
+	l.kept = append(l.kept, job.Event{N: l.n, Token: l.token, Kind: kind, Data: data})
 	l.bytes += len(data)
 	for l.bytes > maxKept && len(l.kept) > 1 { // the oldest are given up: who resumes there gets a gap
 		l.bytes -= len(l.kept[0].Data)

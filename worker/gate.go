@@ -174,6 +174,13 @@ func (r *reservation) ended(got *reply, f *fault) {
 	r.result = result
 }
 
+// stay keeps the job from being preempted.
+func (r *reservation) stay() {
+	r.gate.mu.Lock()
+	defer r.gate.mu.Unlock()
+	r.ticket.Preemptible = false
+}
+
 // release gives back what the job held. Only the first call does anything.
 func (r *reservation) release() {
 	r.gate.mu.Lock()

@@ -32,6 +32,7 @@ type liveAttempt struct {
 	answer  *relay.Answer
 	claimed *relay.Claimed
 	started job.Millis
+	sent    int  // bytes of the stream that have gone to the API, with those of earlier attempts that its client has
 	shown   bool // a part has gone to the API: no other attempt can begin anew
 }
 
@@ -60,16 +61,21 @@ func (w *Worker) runLive(run context.Context, h *holding, holds *reservation) {
 	defer answer.Close()
 	a := &liveAttempt{w: w, log: log, h: h, job: j, answer: answer, claimed: claimed, started: w.deps.Results.Now()}
 	a.call = &call{w: w, log: log, d: h.Delivery, holds: holds, show: a.show}
+	if len(claimed.Shown) > 0 {
+		a.sent = len(claimed.Shown)
+		a.call.earlier, a.call.anew = chunksShown(claimed.Shown), func() bool { return false }
+	}
 	watching := make(chan struct{})
 	go func() {
 		defer close(watching)
 		a.watchAPI(ctx, cancel)
 	}()
 	defer func() { cancel(nil); <-watching }()
-	if claimed.Charged == 0 {
+	waited := claimed.Charged == 0 && a.sent == 0
+	if waited {
 		w.metrics.wait.WithLabelValues(string(j.Class)).Observe((a.started - j.Created).Seconds())
 	}
-	f := late(j, a.started, claimed.Charged == 0)
+	f := late(j, a.started, waited)
 	var got *reply
 	if f == nil {
 		got, f = a.call.run(ctx, a.started)
@@ -128,10 +134,11 @@ func (a *liveAttempt) watchAPI(ctx context.Context, stop context.CancelCauseFunc
 func (a *liveAttempt) show(got *reply, ev engine.Event) bool {
 	if !a.shown {
 		a.shown = true
-		if a.answer.Send(relay.Part{Head: &relay.Head{StatusCode: got.status, ContentType: got.contentType}}) != nil {
+		if a.answer.Send(relay.Part{Head: &relay.Head{StatusCode: got.status, ContentType: got.contentType, Continues: got.continues}}) != nil {
 			return false
 		}
 	}
+	a.sent += len(ev.Raw)
 	return a.answer.Send(relay.Part{Data: ev.Raw}) == nil
 }
 
@@ -141,11 +148,13 @@ func (a *liveAttempt) end(ctx context.Context, got *reply, f *fault) {
 	case f != nil && f.lost:
 		a.lose()
 		return
-	case f != nil && f.again && !a.shown && f.floor <= liveFloor && (!f.charged || a.claimed.Charged+1 < maxLiveAttempts):
+	case f != nil && f.again && f.floor <= liveFloor && (!f.charged || a.claimed.Charged+1 < maxLiveAttempts) &&
+		(a.sent == 0 || a.sent <= relay.MaxShown && a.call.continuable(ctx)):
 		a.giveBack(ctx, f)
 		return
 	}
 	o, body := outcome(got, f)
+	a.w.bind(a.job, a.call.request, o)
 	end := relay.End{State: o.State, Error: o.Error, Usage: o.Usage}
 	if body != nil && !a.shown { // the engine's own words, good or bad
 		end.Error = nil

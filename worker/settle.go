@@ -21,6 +21,7 @@ const recordPatience = 60 * time.Second
 // happens here.
 func (a *attempt) settle(ctx context.Context, o *job.Outcome, result []byte) {
 	w, j := a.w, a.job
+	w.bind(j, a.call.request, o)
 	// A token that is not current any more writes nothing: its outcome would hide that of the attempt that has the job. Without the store DONE alone decides.
 	short, cancel := context.WithTimeout(ctx, storeTimeout)
 	err := w.deps.Results.Owns(short, j.ID, a.claim.Token)
@@ -61,6 +62,9 @@ func (a *attempt) describe(ctx context.Context, o *job.Outcome, stored bool) {
 		if rec, err := a.w.deps.Results.Get(ctx, a.job.ID); err == nil && len(rec.Attempts) > 1 {
 			o.Attempts = append(o.Attempts, rec.Attempts[:len(rec.Attempts)-1]...)
 			o.Started = o.Attempts[0].Started
+			if a.call.earlier != nil && rec.FirstToken > 0 {
+				o.FirstToken = rec.FirstToken
+			}
 		} // without the record only this attempt is told
 	}
 	o.Attempts = append(o.Attempts, job.Attempt{Worker: a.w.id, Started: a.started, Ended: o.Finished, Outcome: string(o.State)})

@@ -50,8 +50,11 @@ type Chunk struct {
 	Show bool
 	// Error is set if the chunk is the engine's error object. It is no part of the answer.
 	Error *job.Error
-	// Token tells whether it carries generated text (or a tool call, reasoning, ...).
-	Token bool
+	// Token tells whether it carries generated text (or a tool call, reasoning, ...). Empty: it has a choice that brings nothing at all, not even a role: a token whose text comes later
+	// or that has none, as the end of an answer.
+	Token, Empty bool
+	// Choice and Usage tell whether it has any choice, and a usage.
+	Choice, Usage bool
 }
 
 // Add takes one chunk's JSON, which it does not keep. What is not a JSON object is ErrBadStream; an answer that grows over MaxAnswer ErrTooLarge.
@@ -72,7 +75,6 @@ func (a *Assembler) Add(data []byte) (Chunk, error) {
 		a.grow.limit = defaults.MaxAnswer
 	}
 	var chunk Chunk
-	some, usage := false, false
 	for key, value := range members(data) {
 		switch string(key) {
 		case "choices":
@@ -80,22 +82,24 @@ func (a *Assembler) Add(data []byte) (Chunk, error) {
 				continue
 			}
 			for c := range elements(value) {
-				some = true
-				token, err := a.addChoice(c)
+				chunk.Choice = true
+				token, role, err := a.addChoice(c)
 				if err != nil {
 					return Chunk{}, err
 				}
 				chunk.Token = chunk.Token || token
+				chunk.Empty = chunk.Empty || !token && !role
 			}
 		case "error": // an empty one: no error, and no part of an answer
 		default:
-			usage = usage || string(key) == "usage" && !isNull(value)
+			chunk.Usage = chunk.Usage || string(key) == "usage" && !isNull(value)
 			if err := a.setTop(key, value); err != nil {
 				return Chunk{}, err
 			}
 		}
 	}
-	chunk.Show = some || !usage || !a.hideUsage
+	chunk.Empty = chunk.Empty && !chunk.Token
+	chunk.Show = chunk.Choice || !chunk.Usage || !a.hideUsage
 	return chunk, nil
 }
 
@@ -113,15 +117,15 @@ func (a *Assembler) setTop(key, value []byte) error {
 	return a.grow.add(grown)
 }
 
-// addChoice adds one choice of a chunk, and tells whether it carries anything generated.
-func (a *Assembler) addChoice(raw []byte) (token bool, err error) {
+// addChoice adds one choice of a chunk, and tells whether it carries anything generated, and whether it tells a role.
+func (a *Assembler) addChoice(raw []byte) (token, role bool, err error) {
 	if raw[0] != '{' {
-		return false, fmt.Errorf("%w: a choice that is not an object", ErrBadStream)
+		return false, false, fmt.Errorf("%w: a choice that is not an object", ErrBadStream)
 	}
 	index, _ := indexOf(raw)
 	c, err := a.choice(index)
 	if err != nil {
-		return false, err
+		return false, false, err
 	}
 	for key, value := range members(raw) {
 		name, pieces := key, false
@@ -130,7 +134,11 @@ func (a *Assembler) addChoice(raw []byte) (token bool, err error) {
 			name, pieces = []byte("message"), true
 			if value[0] == '{' {
 				for k, v := range members(value) {
-					token = token || string(k) != "role" && carries(v)
+					if string(k) == "role" {
+						role = role || carries(v)
+					} else {
+						token = token || carries(v)
+					}
 				}
 			}
 		case chat && string(key) == "message":
@@ -141,13 +149,13 @@ func (a *Assembler) addChoice(raw []byte) (token bool, err error) {
 		}
 		m, err := a.grow.member(&c.node, name)
 		if err != nil {
-			return false, err
+			return false, false, err
 		}
 		if err := a.grow.merge(m, value, pieces); err != nil {
-			return false, err
+			return false, false, err
 		}
 	}
-	return token, nil
+	return token, role, nil
 }
 
 func (a *Assembler) choice(index int) (*choice, error) {
@@ -298,6 +306,47 @@ func (a *Assembler) Text() []string {
 		_ = json.Unmarshal(n.write(make([]byte, 0, len(n.text)+2), ""), &texts[c.index])
 	}
 	return texts
+}
+
+// Partial is the text so far, if the answer so far is nothing but one choice's text: no tool call, no reasoning, no log probabilities. Finished tells whether that choice has ended.
+func (a *Assembler) Partial() (text string, ok bool) {
+	for _, c := range a.choices {
+		if c.index != 0 {
+			return "", false
+		}
+		for i := range c.members {
+			switch m := &c.members[i]; m.key {
+			case "text":
+			case "message":
+				for k := range m.members {
+					if field := &m.members[k]; field.key != "role" && field.key != "content" && field.holds() {
+						return "", false
+					}
+				}
+				if content := m.get("content"); content != nil && content.kind != nodeString && content.holds() {
+					return "", false
+				}
+			default:
+				if m.kind != nodeString && m.holds() { // a string names something, as the reason of the end
+					return "", false
+				}
+			}
+		}
+	}
+	if texts := a.Text(); len(texts) > 0 {
+		text = texts[0]
+	}
+	return text, true
+}
+
+// Finished tells whether all choices so far have told why they ended.
+func (a *Assembler) Finished() bool {
+	for _, c := range a.choices {
+		if reason := c.get("finish_reason"); reason == nil || reason.kind != nodeString {
+			return false
+		}
+	}
+	return len(a.choices) > 0
 }
 
 // UsageOf reads the usage of a whole answer, nil if it has none.

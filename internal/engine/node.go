@@ -177,6 +177,16 @@ func isName(key []byte) bool {
 	return false
 }
 
+// holds tells whether the value is text, or an object or list that is not empty.
+func (n *node) holds() bool {
+	for i := range n.members {
+		if n.members[i].holds() {
+			return true
+		}
+	}
+	return len(n.items) > 0 || (n.kind == nodeString || n.kind == nodeList) && len(n.text) > 0
+}
+
 // write appends the value's JSON; an object among items goes without the member named drop.
 func (n *node) write(out []byte, drop string) []byte {
 	switch n.kind {

@@ -75,7 +75,7 @@ func (d *Desk) Expect(id job.ID) *Seat {
 
 // maxShown is how many bytes of a stream a claim's reply can carry: in its JSON they are base64.
 func (d *Desk) maxShown() int {
-	return max(0, min(maxShown, (int(d.relay.nc.MaxPayload())-replyRoom)/4*3))
+	return max(0, min(MaxShown, (int(d.relay.nc.MaxPayload())-replyRoom)/4*3))
 }
 
 // Seats lists the open seats' ids: what the API publishes again when a LIVE stream was lost. A seat whose answer has ended is not among them.

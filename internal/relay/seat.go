@@ -19,10 +19,12 @@ const (
 	partSize = 64
 	// voidAfter is when a claim is void whose answer was never opened: longer than its worker waits for the reply.
 	voidAfter = claimTimeout + time.Second
-	// maxShown bounds what is kept of a stream so that another attempt can go on with it, replyRoom what a claim's reply has beside it.
-	maxShown  = 512 << 10
+	// replyRoom is what a claim's reply has beside what was shown, in bytes.
 	replyRoom = 4 << 10
 )
+
+// MaxShown bounds the bytes that a Seat keeps of a stream so that another attempt can go on with it.
+const MaxShown = 512 << 10
 
 // Seat is one waiting connection. One goroutine may call Next; the rest is safe for concurrent use.
 type Seat struct {
