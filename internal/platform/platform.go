@@ -32,10 +32,11 @@ type Config struct {
 	NATSListen string
 	// NATSURL and RedisURL name servers to use in place of the embedded ones.
 	NATSURL, RedisURL string
-	// Workers is how many, each beside an engine of its own; default 1.
+	// Workers is how many, each beside an engine of its own; default 1, or one for each of Engines.
 	Workers int
-	// Engine is the engine of all workers. Without a URL each has an emulator in this process, as Emulator describes it.
+	// Engine is the engine of all workers but those that Engines names. Without a URL each has an emulator in this process, as Emulator describes it.
 	Engine   engine.Config
+	Engines  []engine.Config
 	Emulator emulator.Config
 
 	API        api.Config
@@ -128,8 +129,11 @@ func (p *Platform) addRoles(cfg Config, reg prometheus.Registerer, log *slog.Log
 		return fmt.Errorf("making the dispatcher: %w", err)
 	}
 	var workers, emulators []part
-	for i := range max(cfg.Workers, 1) {
+	for i := range max(cfg.Workers, len(cfg.Engines), 1) {
 		wc, ec, name := cfg.Worker, cfg.Engine, "worker-"+strconv.Itoa(i+1)
+		if i < len(cfg.Engines) {
+			ec = cfg.Engines[i]
+		}
 		if wc.Name == "" {
 			wc.Name = name
 		}
@@ -145,6 +149,7 @@ func (p *Platform) addRoles(cfg Config, reg prometheus.Registerer, log *slog.Log
 			p.onClose(func() { _ = l.Close() }) // closed already if it ran
 			emulators = append(emulators, part{"emulator of " + name, func(ctx context.Context) error { return e.Serve(ctx, l) }})
 			ec.URL = "http://" + l.Addr().String()
+			wc.GPUs = []string{worker.NoGPUs} // it uses none
 		}
 		w, err := p.backbone.Worker(wc, ec, reg, log)
 		if err != nil {
