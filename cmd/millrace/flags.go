@@ -16,6 +16,7 @@ import (
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/platform"
+	"github.com/millrace/millrace/internal/schedule"
 	"github.com/millrace/millrace/internal/telemetry"
 	"github.com/millrace/millrace/worker"
 )
@@ -96,7 +97,8 @@ type engineFlags struct{ engine.Config }
 
 func (c *engineFlags) add(fs *pflag.FlagSet) {
 	fs.StringVar(&c.URL, "engine", "", "`URL` of an OpenAI-compatible engine, as http://127.0.0.1:11434")
-	fs.StringVar((*string)(&c.Kind), "engine-kind", "", "vllm, ollama or openai (default what it looks like)")
+	fs.StringVar((*string)(&c.Kind), "engine-kind", "", strings.Join(engineKinds(), ", ")+" (default what it looks like)")
+	fs.StringVar(&c.MetricsURL, "engine-metrics", "", "`URL` of the engine's metrics, where they are not at the place usual for its kind")
 	fs.StringVar(&c.APIKey, "engine-api-key", "", "`key` for the engine; better set in MILLRACE_ENGINE_API_KEY")
 	fs.Int64Var((*int64)(&c.KVTokens), "kv-tokens", 32768, "`tokens` that the engine's KV cache holds, where it does not tell")
 	fs.IntVar(&c.MaxConcurrency, "max-concurrency", 8, "most running requests, where the engine does not tell")
@@ -106,9 +108,17 @@ func (c *engineFlags) check() error {
 	c.URL = strings.TrimSuffix(strings.TrimRight(c.URL, "/"), "/v1")
 	var kind error
 	if c.Kind != "" {
-		kind = config.OneOf("engine-kind", string(c.Kind), string(engine.VLLM), string(engine.Ollama), string(engine.Generic))
+		kind = config.OneOf("engine-kind", string(c.Kind), engineKinds()...)
 	}
 	return errors.Join(kind, config.AtLeast("kv-tokens", c.KVTokens, 1), config.AtLeast("max-concurrency", c.MaxConcurrency, 1))
+}
+
+func engineKinds() []string {
+	var names []string
+	for _, k := range engine.Kinds() {
+		names = append(names, string(k))
+	}
+	return names
 }
 
 // workerFlags are those of a worker, its engine aside.
@@ -120,10 +130,25 @@ type workerFlags struct {
 func (c *workerFlags) add(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&c.serve, "serve", nil, "`models` to serve, of those that the engine has (default all)")
 	fs.DurationVar(&c.Drain, "drain", 30*time.Second, "how long running jobs may go on after the order to stop")
-	fs.DurationVar(&c.StallTimeout, "stall-timeout", time.Minute, "after how long without a token an engine counts as stalled")
+	fs.DurationVar(&c.StallTimeout, "stall-timeout", time.Minute, "after how long without progress an engine counts as stalled")
 	fs.DurationVar(&c.ProbeTimeout, "probe-timeout", 30*time.Second, "most time for the one token that proves an engine ready")
+	fs.IntVar(&c.FailuresInRow, "max-failures", 3, "jobs in a row whose calls fail before an engine gets no more work until a probe passes")
 	fs.IntVar(&c.MaxAttempts, "max-attempts", 5, "how often a job is tried whose engine fails")
+	c.Schedule = scheduleDefaults
+	fs.StringVar((*string)(&c.Schedule.Order), "order", string(c.Schedule.Order), "which job of a class starts first: oldest, or shortest (the predicted time, less the time waited)")
+	fs.Float64Var(&c.Schedule.Reserve, "kv-reserve", c.Schedule.Reserve, "`share` of the KV cache that is never granted")
+	fs.Float64Var(&c.Schedule.Trickle, "batch-trickle", c.Schedule.Trickle, "`share` of starts that the batch class gets while higher classes wait")
+	fs.Int64Var((*int64)(&c.Schedule.TokenBudget), "token-budget", int64(c.Schedule.TokenBudget), "most prompt `tokens` that are started and not yet computed")
+	fs.Int64Var((*int64)(&c.Schedule.DefaultOutput), "default-output", int64(c.Schedule.DefaultOutput), "`tokens` expected of an answer before any was seen")
+	fs.Var((*degree)(&c.TensorParallel), "tensor-parallel", "`GPUs` that share each layer of the engine's model (default what the engine tells)")
+	fs.Var((*degree)(&c.PipelineParallel), "pipeline-parallel", "`stages` of the engine's model on GPUs in a row (default what the engine tells)")
+	fs.Var((*degree)(&c.DataParallel), "data-parallel", "`ranks` of the engine, each with a KV cache of its own (default what the engine tells)")
+	fs.StringSliceVar(&c.GPUs, "gpus", nil, "`GPUs` of the engine by index or UUID, or all, or none; a failed one stops the worker (default all of this machine, if the shape takes as many)")
+	variables(fs, "gpus", "MILLRACE_GPUS", "CUDA_VISIBLE_DEVICES")
 }
+
+// scheduleDefaults are shown in the help; the scheduler has the same.
+var scheduleDefaults = schedule.Config{Order: schedule.Oldest, Reserve: 0.03, TokenBudget: 2048, Trickle: 0.05, DefaultOutput: 256}
 
 func (c *workerFlags) check() error {
 	for _, m := range c.serve {
@@ -132,8 +157,59 @@ func (c *workerFlags) check() error {
 	return errors.Join(
 		config.AtLeast("drain", c.Drain, 0), config.AtLeast("stall-timeout", c.StallTimeout, time.Second),
 		config.AtLeast("probe-timeout", c.ProbeTimeout, time.Second), config.Between("max-attempts", c.MaxAttempts, 1, 100),
+		config.Between("max-failures", c.FailuresInRow, 1, 1000),
+		config.OneOf("order", string(c.Schedule.Order), string(schedule.Oldest), string(schedule.Shortest)),
+		c.checkShares(),
+		config.AtLeast("token-budget", c.Schedule.TokenBudget, 1), config.AtLeast("default-output", c.Schedule.DefaultOutput, 1), c.checkGPUs(),
 	)
 }
+
+// checkShares checks the parts of a whole. A trickle of 0 is none, which the scheduler calls negative: its own 0 is the default.
+func (c *workerFlags) checkShares() error {
+	var errs []error
+	if v := c.Schedule.Reserve; !(v > 0 && v < 1) {
+		errs = append(errs, fmt.Errorf("kv-reserve is %v: it must be above 0 and below 1", v))
+	}
+	if v := c.Schedule.Trickle; !(v >= 0 && v <= 1) {
+		errs = append(errs, fmt.Errorf("batch-trickle is %v: it must be between 0 and 1", v))
+	}
+	if c.Schedule.Trickle == 0 {
+		c.Schedule.Trickle = -1
+	}
+	return errors.Join(errs...)
+}
+
+// checkGPUs reads the GPUs' names as CUDA does, which sees none behind a negative index.
+func (c *workerFlags) checkGPUs() error {
+	for i, name := range c.GPUs {
+		c.GPUs[i] = strings.TrimSpace(name)
+		if strings.HasPrefix(c.GPUs[i], "-") {
+			return fmt.Errorf("gpus holds %q: it must be an index from 0 on, a UUID, %s or %s", name, worker.AllGPUs, worker.NoGPUs)
+		}
+	}
+	return nil
+}
+
+// degree is a flag of how many GPUs share something: not set, or at least 1.
+type degree int
+
+func (d *degree) Set(text string) error {
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 1 || n > 1024 {
+		return fmt.Errorf("%q is no whole number between 1 and 1024", text)
+	}
+	*d = degree(n)
+	return nil
+}
+
+func (d *degree) String() string {
+	if *d == 0 {
+		return ""
+	}
+	return strconv.Itoa(int(*d))
+}
+
+func (d *degree) Type() string { return "count" }
 
 // size is a flag in bytes, which may be written with a unit.
 type size int64

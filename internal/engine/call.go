@@ -41,7 +41,7 @@ type Response struct {
 // Call posts the request and returns when the answer's head is here. Errors wrap ErrUnreachable or the context's.
 func (e *Engine) Call(ctx context.Context, r Request) (*Response, error) {
 	callCtx, cancel := context.WithCancel(ctx)
-	req, err := e.newRequest(callCtx, http.MethodPost, string(r.Endpoint), r.Body)
+	req, err := e.newRequest(callCtx, http.MethodPost, e.base+string(r.Endpoint), r.Body)
 	if err != nil {
 		cancel()
 		return nil, err

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -24,23 +25,15 @@ var (
 	ErrTooLarge = errors.New("the engine's answer is too large")
 )
 
-// Kind of engine.
-type Kind string
-
-// The kinds. Generic is anything OpenAI-compatible.
-const (
-	VLLM    Kind = "vllm"
-	Ollama  Kind = "ollama"
-	Generic Kind = "openai"
-)
-
 // Config of an Engine. Zero fields get the defaults named.
 type Config struct {
 	// URL is the engine's base, without /v1 (which is cut off where it stands).
 	URL string
 	// Kind overrides the detection.
 	Kind Kind
-	// APIKey is sent to the engine as a bearer token if set.
+	// MetricsURL is the page of the engine's metrics, where it is not at the place usual for its kind.
+	MetricsURL string
+	// APIKey is sent to the engine as a bearer token if set, and to no other host.
 	APIKey string
 	// KVTokens is the capacity in tokens for engines that do not tell. Default 32,768. MaxConcurrency bounds running requests for such engines; for Ollama it is
 	// the engine's OLLAMA_NUM_PARALLEL. Default 8.
@@ -61,30 +54,28 @@ var defaults = Config{
 // Engine is a client of one engine. Safe for concurrent use.
 type Engine struct {
 	cfg  Config
+	url  *url.URL
 	base string // scheme, host and path prefix, without a slash at the end
 	http *http.Client
 	log  *slog.Logger
 
-	kind       atomic.Pointer[Kind]
-	slotLength atomic.Int64 // Ollama: the context length last seen, which it tells only while a model is loaded
-	sayOnce    sync.Once    // that the load is estimated
+	session atomic.Pointer[session] // nil until the engine is detected
+	said    sync.Map                // of kind and metric: that it is missing
 }
 
 // New validates cfg and connects to nothing.
 func New(cfg Config, log *slog.Logger) (*Engine, error) {
-	u, err := url.Parse(cfg.URL)
-	switch {
-	case err != nil:
-		return nil, fmt.Errorf("reading the engine's URL: %w", err)
-	case u.Scheme != "http" && u.Scheme != "https", u.Host == "":
-		return nil, fmt.Errorf("engine URL %q: want http://HOST:PORT or https://HOST", u.Redacted())
-	case u.RawQuery != "" || u.Fragment != "":
-		return nil, fmt.Errorf("engine URL %q: a query or fragment cannot be kept", u.Redacted())
+	u, err := parseURL("URL", cfg.URL)
+	if err != nil {
+		return nil, err
 	}
-	switch cfg.Kind {
-	case "", VLLM, Ollama, Generic:
-	default:
-		return nil, fmt.Errorf("engine kind %q: want %s, %s or %s", cfg.Kind, VLLM, Ollama, Generic)
+	if cfg.MetricsURL != "" {
+		if _, err := parseURL("MetricsURL", cfg.MetricsURL); err != nil {
+			return nil, err
+		}
+	}
+	if cfg.Kind != "" && driverOf(cfg.Kind) == nil {
+		return nil, fmt.Errorf("engine kind %q: want one of %v", cfg.Kind, Kinds())
 	}
 	for _, f := range []struct {
 		name  string
@@ -113,63 +104,30 @@ func New(cfg Config, log *slog.Logger) (*Engine, error) {
 	}
 	e := &Engine{
 		cfg:  cfg,
+		url:  u,
 		base: strings.TrimSuffix(strings.TrimRight(u.String(), "/"), "/v1"),
 		http: newHTTPClient(),
 		log:  log,
 	}
-	if cfg.Kind != "" {
-		e.kind.Store(&cfg.Kind)
-	}
+	e.Reset()
 	return e, nil
+}
+
+func parseURL(field, text string) (*url.URL, error) {
+	u, err := url.Parse(text)
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("reading the engine's %s: %w", field, err)
+	case u.Scheme != "http" && u.Scheme != "https", u.Host == "":
+		return nil, fmt.Errorf("engine %s %q: want http://HOST:PORT or https://HOST", field, u.Redacted())
+	case u.RawQuery != "" || u.Fragment != "":
+		return nil, fmt.Errorf("engine %s %q: a query or fragment cannot be kept", field, u.Redacted())
+	}
+	return u, nil
 }
 
 // Close lets go of idle connections. Calls that run are not touched.
 func (e *Engine) Close() { e.http.CloseIdleConnections() }
-
-// Detect asks the engine what it is, unless Kind was configured. Call it until it succeeds: an engine that is still starting is an error, not a guess.
-func (e *Engine) Detect(ctx context.Context) (Kind, error) {
-	if k := e.kind.Load(); k != nil {
-		return *k, nil
-	}
-	kind, err := e.detect(ctx)
-	if err != nil {
-		return "", fmt.Errorf("detecting the engine: %w", err)
-	}
-	e.kind.CompareAndSwap(nil, &kind)
-	return *e.kind.Load(), nil
-}
-
-func (e *Engine) detect(ctx context.Context) (Kind, error) {
-	// The metrics are asked first: they alone prove that the capacity can be read the way vLLM tells it. Its emulators and forks share the names, not always /version.
-	page, err := e.get(ctx, "/metrics")
-	switch {
-	case err == nil:
-		families, err := parseMetrics(page)
-		if err == nil && hasVLLM(families) {
-			return VLLM, nil
-		}
-	case !absent(err):
-		return "", err
-	}
-	var version struct {
-		Version string `json:"version"`
-	}
-	switch err := e.getJSON(ctx, "/api/version", &version); {
-	case err == nil && version.Version != "":
-		return Ollama, nil
-	case err != nil && !absent(err):
-		return "", err
-	}
-	models, err := e.listModels(ctx)
-	if err != nil {
-		return "", err
-	}
-	// A vLLM that was told to keep no statistics has a version and names itself as its models' owner.
-	if err := e.getJSON(ctx, "/version", &version); err == nil && version.Version != "" && len(models) > 0 && models[0].OwnedBy == "vllm" {
-		return VLLM, nil
-	}
-	return Generic, nil
-}
 
 // ModelInfo is a served model.
 type ModelInfo struct {
@@ -188,33 +146,39 @@ type listedModel struct {
 
 // Models lists what the engine serves. Ollama lists NAME:latest for what everybody calls NAME and takes both, so both are listed.
 func (e *Engine) Models(ctx context.Context) ([]ModelInfo, error) {
-	kind, err := e.Detect(ctx)
+	s, err := e.detected(ctx)
+	if err != nil {
+		return nil, err
+	}
+	f, err := s.facts(ctx, e)
 	if err != nil {
 		return nil, err
 	}
 	listed, err := e.listModels(ctx)
+	if absent(err) && f.model != "" { // it serves one and has no list
+		listed, err = []listedModel{{ID: string(f.model)}}, nil
+	}
 	if err != nil {
 		return nil, fmt.Errorf("listing the engine's models: %w", err)
 	}
-	loaded := map[string]job.Tokens{}
-	if kind == Ollama {
-		if loaded, err = e.ollamaLoaded(ctx); err != nil {
-			return nil, fmt.Errorf("listing the engine's loaded models: %w", err)
+	listed = slices.DeleteFunc(listed, func(m listedModel) bool { return m.ID == "" })
+	for i := range listed {
+		if m := &listed[i]; m.MaxModelLen <= 0 && m.ContextLength <= 0 {
+			m.ContextLength = f.contextLength
 		}
 	}
-	models := make([]ModelInfo, 0, len(listed))
-	for _, m := range listed {
-		if m.ID == "" {
-			continue
-		}
-		length := max(m.MaxModelLen, m.ContextLength, loaded[m.ID], 0)
-		if short, ok := strings.CutSuffix(m.ID, ":latest"); ok && kind == Ollama {
-			models = append(models, ModelInfo{Model: job.Model(short), ContextLength: length})
-		}
-		models = append(models, ModelInfo{Model: job.Model(m.ID), ContextLength: length})
+	if s.models != nil {
+		return s.models(ctx, e, listed)
+	}
+	models := make([]ModelInfo, len(listed))
+	for i, m := range listed {
+		models[i] = ModelInfo{Model: job.Model(m.ID), ContextLength: m.length()}
 	}
 	return models, nil
 }
+
+// length is the model's context length in tokens, 0 if it is not told.
+func (m listedModel) length() job.Tokens { return max(m.MaxModelLen, m.ContextLength, 0) }
 
 func (e *Engine) listModels(ctx context.Context) ([]listedModel, error) {
 	var list struct {

@@ -27,9 +27,11 @@ const vllmModels = `{"object":"list","data":[{"id":"llama","object":"model","own
 func vllmRoutes(t *testing.T, metrics string) routes {
 	return routes{
 		"GET /version":   page([]byte(`{"version":"0.11.0"}`)),
-		"GET /metrics":   page(testdata(t, "metrics/"+metrics)),
+		"GET /metrics":   page(testdata(t, "vllm/"+metrics)),
 		"GET /v1/models": page([]byte(vllmModels)),
 		"GET /health":    page(nil),
+		chatRoute:        page([]byte(oneToken)),
+		completionsRoute: page([]byte(oneToken)),
 	}
 }
 
@@ -39,98 +41,7 @@ func ollamaRoutes(t *testing.T, ps string) routes {
 		"GET /api/version": page(testdata(t, "ollama/version.json")),
 		"GET /api/ps":      page(testdata(t, "ollama/"+ps)),
 		"GET /v1/models":   page(testdata(t, "ollama/models.json")),
-	}
-}
-
-func TestEachKindIsDetectedAndTellsItsModelsLoadAndHealth(t *testing.T) {
-	t.Parallel()
-	slots := []engine.Rank{{Capacity: 2048}, {Capacity: 2048}, {Capacity: 2048}, {Capacity: 2048}}
-	for name, tc := range map[string]struct {
-		cfg    engine.Config
-		routes routes
-		kind   engine.Kind
-		models []engine.ModelInfo
-		load   engine.Load
-	}{
-		"vLLM": {
-			routes: vllmRoutes(t, "one-rank.txt"),
-			kind:   engine.VLLM,
-			models: []engine.ModelInfo{{Model: "llama", ContextLength: 8192}},
-			load: engine.Load{
-				Running: 3, Waiting: 2, Ranks: []engine.Rank{{Capacity: 16_000, Used: 4000}}, Preemptions: 4, GeneratedTokens: 1234, Source: engine.SourceEngine,
-			},
-		},
-		"vLLM that keeps no statistics": {
-			routes: routes{
-				"GET /version":   page([]byte(`{"version":"0.11.0"}`)),
-				"GET /metrics":   page(testdata(t, "metrics/other-names.txt")),
-				"GET /v1/models": page([]byte(vllmModels)),
-				"GET /health":    page(nil),
-			},
-			kind:   engine.VLLM,
-			models: []engine.ModelInfo{{Model: "llama", ContextLength: 8192}},
-			load:   engine.Load{Ranks: []engine.Rank{{Capacity: 32_768}}, MaxRunning: 8, Preemptions: -1, GeneratedTokens: -1, Source: engine.SourceEstimated},
-		},
-		"Ollama": {
-			cfg:    engine.Config{MaxConcurrency: 4},
-			routes: ollamaRoutes(t, "ps.json"),
-			kind:   engine.Ollama,
-			models: []engine.ModelInfo{{Model: "tiny", ContextLength: 2048}, {Model: "tiny:latest", ContextLength: 2048}},
-			load:   engine.Load{Ranks: slots, MaxRunning: 4, Preemptions: -1, GeneratedTokens: -1, Source: engine.SourceEstimated},
-		},
-		"Ollama with no model loaded": {
-			cfg:    engine.Config{MaxConcurrency: 4, KVTokens: 1000},
-			routes: ollamaRoutes(t, "ps-idle.json"),
-			kind:   engine.Ollama,
-			models: []engine.ModelInfo{{Model: "tiny"}, {Model: "tiny:latest"}},
-			load:   engine.Load{Ranks: []engine.Rank{{Capacity: 1000}}, MaxRunning: 4, Preemptions: -1, GeneratedTokens: -1, Source: engine.SourceEstimated},
-		},
-		"anything else with a health route": {
-			cfg:    engine.Config{KVTokens: 5000, MaxConcurrency: 2},
-			routes: routes{"GET /v1/models": page([]byte(genericModels)), "GET /health": page([]byte(`{"status":"ok"}`)), "GET /metrics": status(501, "no metrics")},
-			kind:   engine.Generic,
-			models: []engine.ModelInfo{{Model: "a", ContextLength: 4096}, {Model: "b", ContextLength: 9007199254740993}},
-			load:   engine.Load{Ranks: []engine.Rank{{Capacity: 5000}}, MaxRunning: 2, Preemptions: -1, GeneratedTokens: -1, Source: engine.SourceEstimated},
-		},
-		"anything else whose unknown routes are a page for people": {
-			routes: routes{"GET /v1/models": page([]byte(genericModels)), "GET /": page([]byte("<html>"))},
-			kind:   engine.Generic,
-			models: []engine.ModelInfo{{Model: "a", ContextLength: 4096}, {Model: "b", ContextLength: 9007199254740993}},
-			load:   engine.Load{Ranks: []engine.Rank{{Capacity: 32_768}}, MaxRunning: 8, Preemptions: -1, GeneratedTokens: -1, Source: engine.SourceEstimated},
-		},
-		"one that is told what it is": {
-			cfg:    engine.Config{Kind: engine.Generic},
-			routes: vllmRoutes(t, "one-rank.txt"),
-			kind:   engine.Generic,
-			models: []engine.ModelInfo{{Model: "llama", ContextLength: 8192}},
-			load:   engine.Load{Ranks: []engine.Rank{{Capacity: 32_768}}, MaxRunning: 8, Preemptions: -1, GeneratedTokens: -1, Source: engine.SourceEstimated},
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			e := start(t, tc.cfg, tc.routes)
-			kind, err := e.Detect(t.Context())
-			if err != nil || kind != tc.kind {
-				t.Fatalf("kind %q, %v; want %q", kind, err, tc.kind)
-			}
-			models, err := e.Models(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(tc.models, models); diff != "" {
-				t.Errorf("models (-want +got):\n%s", diff)
-			}
-			load, err := e.Load(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(tc.load, load); diff != "" {
-				t.Errorf("load (-want +got):\n%s", diff)
-			}
-			if err := e.Healthy(t.Context()); err != nil {
-				t.Errorf("health: %v", err)
-			}
-		})
+		chatRoute:          page([]byte(oneToken)),
 	}
 }
 
@@ -184,11 +95,11 @@ func TestNobodyThereIsUnreachable(t *testing.T) {
 	}
 }
 
-func TestMetricsPages(t *testing.T) {
+func TestPagesOfVLLM(t *testing.T) {
 	t.Parallel()
 	told := func(change func(*engine.Load)) *engine.Load {
 		l := engine.Load{
-			Running: 3, Waiting: 2, Ranks: []engine.Rank{{Capacity: 16_000, Used: 4000}}, Preemptions: 4, GeneratedTokens: 1234, Source: engine.SourceEngine,
+			Running: 3, Waiting: 2, Ranks: []engine.Rank{{Capacity: 16_000, Used: 4000}}, Preemptions: 4, GeneratedTokens: 1234, PromptTokens: -1, Source: engine.SourceEngine,
 		}
 		change(&l)
 		return &l
@@ -196,7 +107,7 @@ func TestMetricsPages(t *testing.T) {
 	estimated := func(ranks ...engine.Rank) *engine.Load {
 		return told(func(l *engine.Load) { l.Ranks, l.MaxRunning, l.Source = ranks, 5, engine.SourceEstimated })
 	}
-	nothing := &engine.Load{Ranks: []engine.Rank{{Capacity: 1000}}, MaxRunning: 5, Preemptions: -1, GeneratedTokens: -1, Source: engine.SourceEstimated}
+	nothing := &engine.Load{Ranks: []engine.Rank{{Capacity: 1000}}, MaxRunning: 5, Preemptions: -1, GeneratedTokens: -1, PromptTokens: -1, Source: engine.SourceEstimated}
 	for _, tc := range []struct {
 		page string
 		want *engine.Load // nil: an error
@@ -215,7 +126,7 @@ func TestMetricsPages(t *testing.T) {
 		})},
 		{"two-models.txt", told(func(l *engine.Load) { l.Running, l.Ranks[0].Used = 4, 12_000 })},
 		{"recorded.txt", told(func(l *engine.Load) {
-			*l = engine.Load{Ranks: []engine.Rank{{Capacity: 16_368}}, Preemptions: -1, GeneratedTokens: 167, Source: engine.SourceEngine}
+			*l = engine.Load{Ranks: []engine.Rank{{Capacity: 16_368}}, Preemptions: -1, GeneratedTokens: 167, PromptTokens: 102, Source: engine.SourceEngine}
 		})},
 		{"nan.txt", estimated(engine.Rank{Capacity: 16_000})},
 		{"percentage.txt", estimated(engine.Rank{Capacity: 16_000})},
@@ -246,10 +157,9 @@ func TestMetricsPages(t *testing.T) {
 	}
 }
 
-func TestAMetricsPageThatIsMissingOrEndlessIsAnError(t *testing.T) {
+func TestAMetricsPageThatIsCutOrEndlessIsAnError(t *testing.T) {
 	t.Parallel()
 	for name, handler := range map[string]http.HandlerFunc{
-		"missing": http.NotFound,
 		"endless": func(w http.ResponseWriter, _ *http.Request) {
 			line := bytes.Repeat([]byte("# nothing\n"), 6<<10)
 			for {
@@ -275,7 +185,7 @@ func TestAMetricsPageThatIsMissingOrEndlessIsAnError(t *testing.T) {
 
 func TestAnEstimateIsLoggedOnce(t *testing.T) {
 	t.Parallel()
-	server := httptest.NewServer(page(testdata(t, "metrics/nan.txt")))
+	server := httptest.NewServer(page(testdata(t, "vllm/nan.txt")))
 	t.Cleanup(server.Close)
 	var out bytes.Buffer
 	e, err := engine.New(engine.Config{URL: server.URL, Kind: engine.VLLM}, slog.New(slog.NewTextHandler(&out, nil)))
@@ -288,7 +198,7 @@ func TestAnEstimateIsLoggedOnce(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if got := strings.Count(out.String(), "missing=kv_cache_usage_perc"); got != 1 {
+	if got := strings.Count(out.String(), "missing=vllm:kv_cache_usage_perc"); got != 1 {
 		t.Errorf("%d lines name what is missing, want 1:\n%s", got, out.String())
 	}
 }
@@ -326,6 +236,10 @@ func TestUnhealthyEngines(t *testing.T) {
 		kind   engine.Kind
 		routes routes
 	}{
+		"SGLang's model hangs":            {engine.SGLang, routes{"GET /health_generate": status(503, ""), "GET /health": page(nil)}},
+		"llama.cpp loads":                 {engine.LlamaCPP, routes{"GET /health": status(503, `{"error":{"code":503,"message":"Loading model","type":"unavailable_error"}}`)}},
+		"TGI says 503":                    {engine.TGI, routes{"GET /health": status(503, `{"error":"unhealthy","error_type":"healthcheck"}`)}},
+		"Triton is not ready":             {engine.Triton, routes{"GET /v2/health/ready": status(400, "")}},
 		"vLLM says 500":                   {engine.VLLM, routes{"GET /health": status(500, "")}},
 		"vLLM has no such route":          {engine.VLLM, routes{}},
 		"Ollama says 503":                 {engine.Ollama, routes{"GET /": status(503, "")}},
@@ -399,7 +313,9 @@ func TestNewRefusesWhatCannotWork(t *testing.T) {
 		"another scheme":       {engine.Config{URL: "grpc://h"}, "grpc://h"},
 		"a query":              {engine.Config{URL: "http://h?a=b"}, "query"},
 		"a password unspoiled": {engine.Config{URL: "ftp://u:pw@h"}, "u:xxxxx@h"},
-		"unknown kind":         {engine.Config{URL: "http://h", Kind: "tgi"}, `kind "tgi"`},
+		"unknown kind":         {engine.Config{URL: "http://h", Kind: "exo"}, `kind "exo": want one of [triton trtllm sglang`},
+		"metrics nowhere":      {engine.Config{URL: "http://h", MetricsURL: "h:8002"}, "engine MetricsURL"},
+		"metrics with a query": {engine.Config{URL: "http://h", MetricsURL: "http://h?a=b"}, "MetricsURL"},
 		"negative capacity":    {engine.Config{URL: "http://h", KVTokens: -1}, "KVTokens is -1"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -17,22 +17,19 @@ const probeTimeout = 10 * time.Minute
 
 // Healthy asks the engine's health route. It says that a process answers, no more: Probe says that it works.
 func (e *Engine) Healthy(ctx context.Context) error {
-	kind, err := e.Detect(ctx)
+	s, err := e.detected(ctx)
 	if err != nil {
 		return err
 	}
-	path := "/health"
-	if kind == Ollama {
-		path = "/"
+	for _, path := range s.health {
+		if _, err = e.get(ctx, path); err == nil {
+			return nil
+		}
+		if !absent(err) {
+			break
+		}
 	}
-	_, err = e.get(ctx, path)
-	if kind == Generic && absent(err) {
-		_, err = e.get(ctx, "/v1/models")
-	}
-	if err != nil {
-		return fmt.Errorf("asking for the engine's health: %w", err)
-	}
-	return nil
+	return fmt.Errorf("asking for the engine's health: %w", err)
 }
 
 // Probe completes one token with model m: the only proof of readiness. 503 while loading is an error like any other. A model that does not chat (it has no chat
@@ -69,7 +66,7 @@ func (e *Engine) Probe(ctx context.Context, m job.Model) error {
 }
 
 func (e *Engine) probe(ctx context.Context, endpoint job.Endpoint, body []byte) error {
-	req, err := e.newRequest(ctx, http.MethodPost, string(endpoint), bytes.NewReader(body))
+	req, err := e.newRequest(ctx, http.MethodPost, e.base+string(endpoint), bytes.NewReader(body))
 	if err != nil {
 		return err
 	}

@@ -66,14 +66,14 @@ func absent(err error) bool {
 
 var errNotJSON = errors.New("the answer is not the JSON expected")
 
-// newRequest makes a request to the engine's path.
-func (e *Engine) newRequest(ctx context.Context, method, path string, body io.Reader) (*http.Request, error) {
-	req, err := http.NewRequestWithContext(ctx, method, e.base+path, body)
+// newRequest makes a request to a URL of the engine's.
+func (e *Engine) newRequest(ctx context.Context, method, target string, body io.Reader) (*http.Request, error) {
+	req, err := http.NewRequestWithContext(ctx, method, target, body)
 	if err != nil {
 		return nil, fmt.Errorf("making a request to the engine: %w", err)
 	}
 	req.Header.Set("User-Agent", userAgent)
-	if e.cfg.APIKey != "" {
+	if e.cfg.APIKey != "" && req.URL.Hostname() == e.url.Hostname() {
 		req.Header.Set("Authorization", "Bearer "+e.cfg.APIKey)
 	}
 	return req, nil
@@ -90,9 +90,14 @@ func (e *Engine) do(req *http.Request) (*http.Response, error) {
 
 // get returns the page at path, which must be a 200.
 func (e *Engine) get(ctx context.Context, path string) ([]byte, error) {
+	return e.getURL(ctx, e.base+path)
+}
+
+// getURL returns the page at a URL of the engine's.
+func (e *Engine) getURL(ctx context.Context, target string) ([]byte, error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, askTimeout, fmt.Errorf("%w: no answer within %s", ErrUnreachable, askTimeout))
 	defer cancel()
-	req, err := e.newRequest(ctx, http.MethodGet, path, nil)
+	req, err := e.newRequest(ctx, http.MethodGet, target, nil)
 	if err != nil {
 		return nil, err
 	}

@@ -1,179 +1,64 @@
 package engine
 
 import (
-	"bytes"
-	"fmt"
-	"maps"
 	"math"
-	"slices"
-	"strconv"
-	"strings"
 
 	dto "github.com/prometheus/client_model/go"
-	"github.com/prometheus/common/expfmt"
-	"github.com/prometheus/common/model"
-
-	"github.com/millrace/millrace/internal/job"
 )
 
-type metricFamilies = map[string]*dto.MetricFamily
-
-func parseMetrics(page []byte) (metricFamilies, error) {
-	parser := expfmt.NewTextParser(model.UTF8Validation)
-	families, err := parser.TextToMetricFamilies(bytes.NewReader(page))
-	if err != nil {
-		return nil, fmt.Errorf("parsing a metrics page: %w", err)
-	}
-	return families, nil
+// vLLM, its forks and emulators. Each data-parallel rank has its own value of the label "engine" (old versions: no label, one rank).
+var vllm = &driver{
+	kind:          VLLM,
+	signs:         []string{"vllm:", "vllm_num_requests_running"},
+	owner:         "vllm",
+	health:        []string{"/health"},
+	hint:          "vllm serve without --disable-log-stats",
+	load:          fromMetrics(vllmLoad),
+	shape:         func(m metrics) Shape { return Shape{DataParallel: engines(m, "vllm:num_requests_running")} },
+	rawPrompts:    true,
+	mayContinue:   true,
+	mayPrioritize: true,
 }
 
-// vLLM's own names have a colon; some exporters on the way make it an underscore.
-var vllmPrefixes = []string{"vllm:", "vllm_"}
-
-func hasVLLM(families metricFamilies) bool {
-	for name := range families {
-		for _, prefix := range vllmPrefixes {
-			if strings.HasPrefix(name, prefix) {
-				return true
-			}
+func vllmLoad(m metrics, _ facts, _ Config) (l Load, missing string) {
+	l = Load{
+		Preemptions:     counter(m.samples("vllm:num_preemptions_total", "vllm:num_preemptions")),
+		GeneratedTokens: counter(m.samples("vllm:generation_tokens_total", "vllm:generation_tokens")),
+		PromptTokens:    counter(m.samples("vllm:prompt_tokens_total", "vllm:prompt_tokens")),
+	}
+	missing = l.queue(m, "vllm:num_requests_running", "vllm:num_requests_waiting")
+	if swapped, ok := total(m.samples("vllm:num_requests_swapped")); ok { // before v1: they wait for room, too
+		l.Waiting += int(swapped)
+	}
+	capacity := map[string]float64{}
+	for _, s := range m.samples("vllm:cache_config_info") {
+		l.MaxRunning += int(labelNumber(s, "max_num_seqs"))
+		if tokens := vllmCapacity(s); tokens > 0 {
+			capacity[label(s, "engine")] = tokens
 		}
-	}
-	return false
-}
-
-// vllmMetrics returns the samples of the first of names that the page has.
-func vllmMetrics(families metricFamilies, names ...string) []*dto.Metric {
-	for _, name := range names {
-		for _, prefix := range vllmPrefixes {
-			if f := families[prefix+name]; f != nil && len(f.GetMetric()) > 0 {
-				return f.GetMetric()
-			}
-		}
-	}
-	return nil
-}
-
-// vllmLoad reads a page of vLLM's. missing names what a load from the engine lacks, "" if it is whole.
-//
-// Each data-parallel rank has its own value of the label "engine" (old versions: no label, one rank), and a usage ratio means nothing across ranks.
-func vllmLoad(families metricFamilies) (load Load, missing string) {
-	load = unknownLoad()
-	load.Source = SourceEngine
-	running, ok := total(vllmMetrics(families, "num_requests_running"))
-	if !ok {
-		missing = "num_requests_running"
-	}
-	waiting, ok := total(vllmMetrics(families, "num_requests_waiting"))
-	if !ok {
-		missing = "num_requests_waiting"
-	}
-	load.Running, load.Waiting = int(running), int(waiting)
-	if n, ok := total(vllmMetrics(families, "num_preemptions_total", "num_preemptions")); ok {
-		load.Preemptions = n
-	}
-	if n, ok := total(vllmMetrics(families, "generation_tokens_total", "generation_tokens")); ok {
-		load.GeneratedTokens = n
-	}
-
-	capacity := map[string]job.Tokens{}
-	for _, m := range vllmMetrics(families, "cache_config_info") {
-		if tokens := vllmCapacity(m); tokens > 0 {
-			capacity[label(m, "engine")] = tokens
-		}
-	}
-	used := map[string]float64{} // by rank; NaN where the page is wrong
-	for _, m := range vllmMetrics(families, "kv_cache_usage_perc", "gpu_cache_usage_perc") {
-		rank, ratio := label(m, "engine"), value(m)
-		if !(ratio >= 0 && ratio <= 1) { // NaN, or a percentage
-			ratio = math.NaN()
-		}
-		if before, ok := used[rank]; ok { // several models' labels on one rank: the fullest
-			ratio = max(before, ratio) // NaN wins
-		}
-		used[rank] = ratio
 	}
 	if len(capacity) == 0 {
-		return load, "cache_config_info"
+		return l, "vllm:cache_config_info"
 	}
-	// One that is told without a rank's label holds for every rank; several ranks that are told as one usage cannot be told apart.
-	if all, ok := capacity[""]; ok && len(capacity) == 1 {
-		for rank := range used {
-			capacity[rank] = all
-		}
-		if _, ok := used[""]; !ok && len(used) > 0 {
-			delete(capacity, "")
-		}
+	var complete bool
+	l.Ranks, complete = sharesOf(capacity, by(m.samples("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"), math.Max, "engine"))
+	if !complete {
+		missing = "vllm:kv_cache_usage_perc"
 	}
-	if all, ok := used[""]; ok && len(used) == 1 && len(capacity) == 1 {
-		for rank := range capacity {
-			used[rank] = all
-		}
-	}
-	for _, rank := range slices.Sorted(maps.Keys(capacity)) {
-		ratio, ok := used[rank]
-		if !ok || math.IsNaN(ratio) {
-			ratio, missing = 0, "kv_cache_usage_perc"
-		}
-		tokens := capacity[rank]
-		load.Ranks = append(load.Ranks, Rank{Capacity: tokens, Used: job.Tokens(math.Ceil(float64(tokens) * ratio))})
-	}
-	return load, missing
+	return l, missing
 }
 
 // vllmCapacity is one rank's KV cache in tokens by the labels of its cache_config_info, 0 if they do not tell (they say "None" before the cache is made).
-func vllmCapacity(m *dto.Metric) job.Tokens {
-	if n := labelNumber(m, "kv_cache_size_tokens"); n > 0 {
-		return job.Tokens(n)
+func vllmCapacity(s *dto.Metric) float64 {
+	if n := labelNumber(s, "kv_cache_size_tokens"); n > 0 {
+		return float64(n)
 	}
-	block, blocks := labelNumber(m, "block_size"), labelNumber(m, "num_gpu_blocks")
-	if block <= 0 || blocks <= 1 || blocks > math.MaxInt64/block {
+	tokens := float64(labelNumber(s, "block_size")) * float64(labelNumber(s, "num_gpu_blocks")-1) // one block is vLLM's own placeholder
+	if tokens > maxCount {
 		return 0
 	}
-	return job.Tokens(block * (blocks - 1)) // one block is vLLM's own placeholder
+	return max(0, tokens)
 }
 
-func labelNumber(m *dto.Metric, name string) int64 {
-	n, err := strconv.ParseInt(label(m, name), 10, 64)
-	if err != nil {
-		return 0
-	}
-	return n
-}
-
-func label(m *dto.Metric, name string) string {
-	for _, l := range m.GetLabel() {
-		if l.GetName() == name {
-			return l.GetValue()
-		}
-	}
-	return ""
-}
-
-// value is a sample's, NaN if it has none.
-func value(m *dto.Metric) float64 {
-	switch {
-	case m.GetGauge() != nil:
-		return m.GetGauge().GetValue()
-	case m.GetCounter() != nil:
-		return m.GetCounter().GetValue()
-	case m.GetUntyped() != nil:
-		return m.GetUntyped().GetValue()
-	}
-	return math.NaN()
-}
-
-// total sums a count over ranks and models; it is unknown if there is no sample, or one that is no count.
-func total(metrics []*dto.Metric) (int64, bool) {
-	var sum float64
-	for _, m := range metrics {
-		v := value(m)
-		if !(v >= 0) {
-			return 0, false
-		}
-		sum += v
-	}
-	if len(metrics) == 0 || sum >= math.MaxInt64 {
-		return 0, false
-	}
-	return int64(sum), true
-}
+// engines counts the data-parallel ranks that a metric of vLLM's style tells of, 0 if there is none.
+func engines(m metrics, name string) int { return len(by(m.samples(name), math.Max, "engine")) }
