@@ -57,6 +57,18 @@ type modelQueueObject struct {
 	// RunningTokens is what running jobs hold of the workers' KV caches, CapacityTokens what these can hold.
 	RunningTokens  job.Tokens `json:"running_tokens"`
 	CapacityTokens job.Tokens `json:"capacity_tokens"`
+	// Backlog is the durable work that is accepted and has not ended; Tenants parts it by tenant, those with the most first where there are too many to tell.
+	Backlog amountObject                `json:"backlog"`
+	Tenants map[job.Tenant]amountObject `json:"backlog_by_tenant"`
+	// WaitingTokens is what waiting jobs are expected to need, TokensPerSecond how many of these the model's workers get done when they are full, and ETASeconds in how many seconds the last job that waits now
+	// starts; null is unknown.
+	WaitingTokens   job.Tokens `json:"waiting_tokens"`
+	TokensPerSecond *float64   `json:"tokens_per_second"`
+	ETASeconds      *float64   `json:"eta_seconds"`
+	// Limits are those of this API; LimitFill is the largest share of one that is in use, and LimitName which: null if there are none.
+	Limits    limitsObject `json:"limits"`
+	LimitFill *float64     `json:"limit_fill"`
+	LimitName *string      `json:"limit_name"`
 	// WorkFill is the share of the stream's limit in use, 0..1.
 	WorkFill float64 `json:"work_fill"`
 	// JobsPerSecond is how fast the model's jobs end lately.
@@ -64,6 +76,13 @@ type modelQueueObject struct {
 	Workers       map[cluster.WorkerState]int `json:"workers"`
 	// Reason is the first thing that keeps jobs waiting; null if none wait.
 	Reason *string `json:"reason"`
+}
+
+// amountObject is an amount of work.
+type amountObject struct {
+	Jobs   int64      `json:"jobs"`
+	Bytes  int64      `json:"bytes"`
+	Tokens job.Tokens `json:"tokens"`
 }
 
 // adminQueues answers GET /admin/v1/queues: by the leading dispatcher's word, or, without one, by a look of our own.
@@ -81,9 +100,13 @@ func (s *Server) adminQueues(c echo.Context) error {
 	for _, m := range held {
 		models[m] = true
 	}
+	backlogs, err := s.deps.Results.Backlogs(ctx)
+	if err != nil {
+		return fmt.Errorf("reading what is accepted: %w", err)
+	}
 	queues := make([]modelQueueObject, 0, len(models))
 	for m := range models {
-		q, err := s.modelQueue(ctx, m)
+		q, err := s.modelQueue(ctx, m, backlogs[m])
 		if err != nil {
 			return err
 		}
@@ -93,7 +116,7 @@ func (s *Server) adminQueues(c echo.Context) error {
 	return writeJSON(c, http.StatusOK, newList(queues, func(q modelQueueObject) string { return string(q.Model) }, false))
 }
 
-func (s *Server) modelQueue(ctx context.Context, m job.Model) (modelQueueObject, error) {
+func (s *Server) modelQueue(ctx context.Context, m job.Model, backlog *results.Backlog) (modelQueueObject, error) {
 	q := modelQueueObject{
 		Model: m, Object: "queue", Waiting: make(map[job.Class]int), WaitingLines: make(map[job.Tenant]int),
 		JobsPerSecond: s.pace.of(m), Workers: make(map[cluster.WorkerState]int),
@@ -134,7 +157,40 @@ func (s *Server) modelQueue(ctx context.Context, m job.Model) (modelQueueObject,
 		reason := blocking(workers)
 		q.Reason = &reason
 	}
+	s.weigh(&q, backlog, waiting, workers)
 	return q, nil
+}
+
+// maxTenants bounds how many tenants are told apart.
+const maxTenants = 100
+
+// weigh fills in what is known of the tokens that wait, and of the limits.
+func (s *Server) weigh(q *modelQueueObject, backlog *results.Backlog, waiting int, workers []cluster.Member) {
+	q.Tenants, q.Limits = make(map[job.Tenant]amountObject), newLimitsObject(s.cfg.Limits)
+	total, tenants := backlog.Sum(), backlog.Largest(maxTenants)
+	q.Backlog = amountObject(total)
+	for t, a := range tenants {
+		q.Tenants[t] = amountObject(a)
+	}
+	if fill, name := fullest(s.cfg.Limits, total, tenants); name != "" {
+		q.LimitFill, q.LimitName = &fill, &name
+	}
+	mean := s.pace.mean(q.Model)
+	if total.Jobs > 0 { // what waits, live calls aside, is of the backlog
+		mean = float64(total.Tokens) / float64(total.Jobs)
+	}
+	q.WaitingTokens = job.Tokens(float64(waiting) * mean)
+	rate := s.pace.tokens(q.Model, workers, mean)
+	if rate > 0 {
+		q.TokensPerSecond = &rate
+	}
+	if q.Reason == nil {
+		return
+	}
+	switch *q.Reason {
+	case reasonDispatching, reasonSaturated, reasonLimit:
+		q.ETASeconds = eta(ahead{jobs: waiting - 1, tokens: float64(waiting-1) * mean}, mean, *q.Reason == reasonDispatching, workers, rate)
+	}
 }
 
 // lookAtQueue counts what the model's two streams hold.

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"net/http"
 	"strconv"
@@ -25,6 +26,8 @@ type failure struct {
 	body   *job.Error
 	// final: the same request can never succeed, though its status is one that clients retry.
 	final bool
+	// after is when it is worth coming again; 0 is unknown.
+	after time.Duration
 	// cause is for the log; clients do not see it.
 	cause error
 }
@@ -138,7 +141,7 @@ func (s *Server) handleError(err error, c echo.Context) {
 	}
 	h := c.Response().Header()
 	if f.status == http.StatusTooManyRequests || f.status == http.StatusServiceUnavailable {
-		h.Set(headerRetryAfter, retryAfter(f.status))
+		h.Set(headerRetryAfter, f.retryAfter())
 	}
 	if f.final {
 		h.Set("X-Should-Retry", "false")
@@ -152,6 +155,15 @@ func (s *Server) handleError(err error, c echo.Context) {
 // errorObject is the JSON of every failure.
 type errorObject struct {
 	Error *job.Error `json:"error"`
+}
+
+// retryAfter is the failure's Retry-After: up to a quarter more than is known to be needed, so that clients refused together do not come back together.
+func (f *failure) retryAfter() string {
+	if f.after <= 0 {
+		return retryAfter(f.status)
+	}
+	n := int(math.Ceil(min(f.after, time.Minute).Seconds()))
+	return strconv.Itoa(min(60, n+rand.IntN(n/4+2)))
 }
 
 // retryAfter is a whole number of seconds in 1..60, spread so that clients refused together do not come back together.

@@ -71,6 +71,7 @@ func (s *Server) follow(c echo.Context, v *view, after int64, out sink) error {
 			case <-poll.C:
 				waiting = false
 			case <-beat.C:
+				s.locate(ctx, v)
 				if out.keepAlive(s.comment(v)) != nil {
 					return context.Canceled
 				}

@@ -52,8 +52,7 @@ type attemptObject struct {
 	Outcome   *string    `json:"outcome"`
 }
 
-// queueObject says why a job waits. Position counts the jobs that go before it and itself, as the dispatcher last saw the queue: an upper bound, since it cannot
-// tell jobs of one class that came earlier from those that came later. It and the ETA are null while nothing is known.
+// queueObject says why a job waits. Position counts the waiting jobs that go before it and itself; the ETA is until it starts. Both are null while nothing is known.
 type queueObject struct {
 	Position   *int     `json:"position"`
 	ETASeconds *float64 `json:"eta_seconds"`
@@ -174,6 +173,7 @@ func (d *document) Close() {
 
 // describe is the job's object with its answer, whose JSON stands in it byte for byte. An answer that is no JSON becomes a string.
 func (s *Server) describe(ctx context.Context, v *view) (*document, error) {
+	s.locate(ctx, v)
 	o := s.render(v)
 	if o.Result == nil {
 		return &document{head: encode(o)}, nil

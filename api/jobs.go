@@ -34,9 +34,12 @@ func (s *Server) createJob(c echo.Context) error {
 		return err
 	}
 	t := tenantOf(c)
-	if sub.lane, err = s.admit(c.Request().Context(), t, r, false); err != nil {
+	sub.job.Tenant = t
+	at, err := s.admit(c.Request().Context(), &sub.job, r, false)
+	if err != nil && !sub.refuse(err) {
 		return prefixed("body.", err)
 	}
+	sub.lane = at.lane
 	v, err := s.submit(c.Request().Context(), t, sub)
 	if err != nil {
 		return err
@@ -265,6 +268,7 @@ func (s *Server) getJob(c echo.Context) error {
 		return c.NoContent(http.StatusNotModified)
 	}
 	if !v.ended() {
+		s.locate(c.Request().Context(), v)
 		c.Response().Header().Set(headerRetryAfter, s.pollHint(v))
 	}
 	return s.writeJob(c, http.StatusOK, v)
@@ -342,9 +346,14 @@ func (s *Server) listJobs(c echo.Context) error {
 	if err != nil {
 		return fmt.Errorf("listing jobs: %w", err)
 	}
-	objects := make([]*jobObject, 0, len(records))
+	views := make([]*view, 0, len(records))
 	for _, r := range records {
-		objects = append(objects, s.render(viewOfRecord(r)))
+		views = append(views, viewOfRecord(r))
+	}
+	s.locate(ctx, views...)
+	objects := make([]*jobObject, 0, len(views))
+	for _, v := range views {
+		objects = append(objects, s.render(v))
 	}
 	return writeJSON(c, http.StatusOK, newList(objects, func(o *jobObject) string { return string(o.ID) }, more))
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/millrace/millrace/api"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/results"
 )
 
 func TestJobRunsAndTellsAll(t *testing.T) {
@@ -516,7 +517,7 @@ func TestUnknownAndForeignAndOldJobs(t *testing.T) {
 	e := newEnv(t, api.Config{})
 	now := time.Now()
 	foreign := job.Job{ID: job.NewID(now), Tenant: "other", Model: model, Endpoint: job.ChatCompletions, Class: job.Standard, Group: job.NoGroup, Created: e.results.Now(), Expires: e.results.Now() + 60_000}
-	if _, _, err := e.results.Accept(t.Context(), &foreign, []byte(`{}`)); err != nil {
+	if _, err := e.results.Accept(t.Context(), &foreign, []byte(`{}`), results.Limits{}); err != nil {
 		t.Fatal(err)
 	}
 	for _, path := range []string{string(foreign.ID), string(job.NewID(now)), "x", "job_" + strings.Repeat("z", 36)} {

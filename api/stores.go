@@ -26,6 +26,8 @@ type view struct {
 	notBefore  job.Millis
 	lastEvent  int64 // number of the last event as recorded
 	outcome    *job.Outcome
+	// place is where a waiting job stands; nil if that was not asked.
+	place *results.Place
 	// accepting: the record is there, and whether the message is stored is not known. answered: Redis has the answer; else answer may hold it, from DONE.
 	accepting, answered bool
 	answer              []byte

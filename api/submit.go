@@ -22,9 +22,21 @@ type submission struct {
 	job  job.Job
 	body []byte
 	lane queue.Lane
+	// refusal is why it may not enter, nil if it may: it is told once it is sure that the submit repeats no earlier one.
+	refusal *failure
 	// deadline is the length of time from Created to Expires.
 	deadline time.Duration
 	dedupe
+}
+
+// refuse keeps a refusal by admission for later, and tells whether it is one that an earlier submit of the same job does not meet: one that time heals.
+func (sub *submission) refuse(err error) bool {
+	var f *failure
+	if !errors.As(err, &f) || f.status != http.StatusTooManyRequests {
+		return false
+	}
+	sub.refusal = f
+	return true
 }
 
 // dedupe tells which earlier submit a new one may repeat.
@@ -107,6 +119,10 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		}
 		takenOver = held
 	}
+	if sub.refusal != nil {
+		s.releaseKey(ctx, j, takenOver)
+		return nil, false, sub.refusal
+	}
 	body, err := s.putBody(ctx, j, sub.body)
 	if err != nil {
 		s.releaseKey(ctx, j, takenOver)
@@ -117,20 +133,27 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		short, cancel = context.WithTimeout(ctx, submitTimeout)
 		defer cancel()
 	}
-	state, since, err := s.deps.Results.Accept(short, j, body)
-	if err != nil {
-		// It may be there or not; nothing is published, so the reconciler will remove it.
-		return nil, false, fmt.Errorf("recording job %s: %w", j.ID, err)
-	}
-	if state != job.Accepting { // somebody else submitted the same id first
+	accepted, err := s.deps.Results.Accept(short, j, body, s.cfg.Limits)
+	var over *results.LimitError
+	switch {
+	case accepted != nil && accepted.State != job.Accepting: // somebody else submitted the same id first
 		v, err := s.find(short, t, j.ID)
 		return v, true, err
+	case errors.As(err, &over) && accepted != nil:
+		s.discard(ctx, j, accepted.Since, takenOver)
+		return nil, false, s.overLimit(j, over)
+	case errors.As(err, &over):
+		s.withdraw(ctx, j, takenOver)
+		return nil, false, s.overLimit(j, over)
+	case err != nil:
+		// It may be there or not; nothing is published, so the reconciler will remove it.
+		return nil, false, fmt.Errorf("recording job %s: %w", j.ID, err)
 	}
 	err = s.publisher.Enqueue(short, queue.Work, sub.lane, &queue.Message{Job: *j, Body: body})
 	switch {
 	case err == nil, errors.Is(err, queue.ErrExists):
 	case errors.Is(err, queue.ErrFull), errors.Is(err, queue.ErrRefused):
-		s.discard(ctx, j, since, takenOver)
+		s.discard(ctx, j, accepted.Since, takenOver)
 		return nil, false, fmt.Errorf("queueing job %s: %w", j.ID, err)
 	default:
 		// Whether it is stored is not known: the record stays accepting, a retry with the same key publishes the same id again, and the reconciler settles the rest.
@@ -142,7 +165,8 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 	if err := s.deps.Results.Queued(record, j, body); err != nil {
 		s.log.Warn("a job is stored, its record is not marked queued yet", "job", j.ID, "err", err)
 	}
-	return &view{job: *j, state: job.Queued}, false, nil
+	s.pace.came(time.Now(), j.Model, j.Expected(), false)
+	return &view{job: *j, state: job.Queued, place: &accepted.Place}, false, nil
 }
 
 // queuedTimeout bounds the last write of a submit, without which the job is durable already.
@@ -246,7 +270,12 @@ func (s *Server) discard(ctx context.Context, j *job.Job, since job.Millis, take
 	if err != nil || !removed {
 		return // somebody took it over meanwhile
 	}
-	s.releaseKey(ctx, j, false)
+	s.withdraw(ctx, j, false)
+}
+
+// withdraw undoes what a submit that was refused has written before its record.
+func (s *Server) withdraw(ctx context.Context, j *job.Job, takenOver bool) {
+	s.releaseKey(ctx, j, takenOver)
 	if j.Key == "" { // with a key, another try of the same id may be storing it again right now
 		s.dropBlob(ctx, j.Blob)
 	}

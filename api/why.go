@@ -3,77 +3,217 @@ package api
 import (
 	"context"
 	"fmt"
+	"math"
 	"sync"
 	"time"
 
 	"golang.org/x/sync/singleflight"
 
+	"github.com/millrace/millrace/internal/admission"
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/results"
 )
 
-// why says why a queued job does not run, and when it may.
+// why says why a queued job does not run, where it stands, and when it may start.
 func (s *Server) why(v *view) *queueObject {
 	j := &v.job
-	o := &queueObject{Reason: s.reason(j.Model)}
-	if delay := v.notBefore - s.deps.Results.Now(); delay > 0 {
-		o.Reason, o.ETASeconds = "retry_delay", seconds(delay)
+	workers := s.deps.Cluster.Workers(j.Model)
+	o := &queueObject{Reason: s.reason(workers)}
+	delay := v.notBefore - s.deps.Results.Now()
+	if delay > 0 {
+		o.Reason, o.ETASeconds = reasonRetryDelay, seconds(delay)
 	}
-	info, ok := s.queueInfo(j.Model)
+	var info *cluster.QueueInfo
+	if q, ok := s.queueInfo(j.Model); ok {
+		info = &q
+	}
+	mean := s.meanJob(j.Model, info)
+	before, ok := aheadOf(j, v.place, info, mean)
 	if !ok {
 		return o
 	}
-	position := info.WaitingLines[j.Tenant]
-	for _, c := range job.Classes() {
-		if c.Rank() <= j.Class.Rank() {
-			position += info.Waiting[c]
-		}
-	}
-	position = max(1, position)
+	position := before.jobs + 1
 	o.Position = &position
 	switch o.Reason {
-	case reasonDispatching: // it is on its way; how fast jobs ended while there were few says nothing about it
-		o.ETASeconds = new(float64)
-	case reasonSaturated: // only full workers end jobs as fast as they can
-		if rate := s.pace.of(j.Model); rate > 0 {
-			eta := float64(int64(float64(position)/rate*10)) / 10
-			o.ETASeconds = &eta
-		}
+	case reasonDispatching, reasonSaturated, reasonLimit:
+		o.ETASeconds = eta(before, mean, o.Reason == reasonDispatching, workers, s.pace.tokens(j.Model, workers, mean))
 	}
 	return o
 }
 
-// The reasons that tell when, too.
+// ahead is what goes before a waiting job: jobs that wait, and the tokens that they are expected to need.
+type ahead struct {
+	jobs   int
+	tokens float64
+}
+
+// aheadOf is what goes before j; false if nobody knows. With a place those of its own class are counted that came before it, without those that workers have; all of higher classes count. Without one, which a live call has not, it is an upper
+// bound: all that wait of its class and above, and those in its tenant's line.
+func aheadOf(j *job.Job, p *results.Place, q *cluster.QueueInfo, mean float64) (ahead, bool) {
+	var a ahead
+	if p == nil {
+		if q == nil {
+			return a, false
+		}
+		n := q.WaitingLines[j.Tenant]
+		for _, c := range job.Classes() {
+			if c.Rank() <= j.Class.Rank() {
+				n += q.Waiting[c]
+			}
+		}
+		a.jobs = max(0, n-1)
+		a.tokens = float64(a.jobs) * mean
+		return a, true
+	}
+	for rank, c := range job.Classes()[:max(0, j.Class.Rank())+1] {
+		there := p.Classes[rank]
+		of := mean // one job's tokens
+		if there.Jobs > 0 {
+			of = float64(there.Tokens) / float64(there.Jobs)
+		}
+		var n, tokens float64
+		if c == j.Class {
+			n, tokens = float64(p.Jobs), float64(p.Tokens)
+		} else {
+			n, tokens = float64(there.Jobs), float64(there.Tokens)
+		}
+		if q != nil && n > 0 { // without what workers have
+			waits := max(0, n-float64(q.Delivered[c]))
+			n, tokens = waits, tokens*waits/n
+		}
+		if q != nil && c != j.Class && float64(q.Waiting[c]) > n { // live calls are in no backlog
+			tokens += (float64(q.Waiting[c]) - n) * of
+			n = float64(q.Waiting[c])
+		}
+		a.jobs += int(n)
+		a.tokens += tokens
+	}
+	return a, true
+}
+
+// eta is in how many seconds a job starts behind what goes before it; nil if nobody knows. rate is in tokens per second, 0 if unknown.
+func eta(before ahead, mean float64, hasRoom bool, workers []cluster.Member, rate float64) *float64 {
+	if hasRoom {
+		var free job.Tokens
+		for _, w := range workers {
+			if w.Worker != nil && w.Worker.State == cluster.Ready {
+				free += w.Worker.Free
+			}
+		}
+		if before.tokens <= float64(free) { // it is on its way
+			return new(float64)
+		}
+	}
+	if rate <= 0 || before.jobs > 0 && before.tokens <= 0 {
+		return nil
+	}
+	// Room comes each time that a job ends.
+	t := math.Ceil((before.tokens+mean)/rate*10) / 10
+	if t > maxETA.Seconds() {
+		return nil // not a time that anybody should plan with
+	}
+	return &t
+}
+
+// maxETA is the longest time that is told: a job does not live longer.
+const maxETA = 7 * 24 * time.Hour
+
+// meanJob is the mean expectation of the model's jobs in tokens: of those that came in here, else of the backlog; 0 if there is none.
+func (s *Server) meanJob(m job.Model, q *cluster.QueueInfo) float64 {
+	if mean := s.pace.mean(m); mean > 0 {
+		return mean
+	}
+	if q != nil && q.Total.Jobs > 0 {
+		return float64(q.Total.Tokens) / float64(q.Total.Jobs)
+	}
+	return 0
+}
+
+// rate is how many expected tokens per second the model's workers get done, 0 if unknown.
+func (s *Server) rate(m job.Model) float64 {
+	var info *cluster.QueueInfo
+	if q, ok := s.queueInfo(m); ok {
+		info = &q
+	}
+	return s.pace.tokens(m, s.deps.Cluster.Workers(m), s.meanJob(m, info))
+}
+
+// locate finds out where the queued ones of some jobs stand. Best effort: without it positions are rougher.
+func (s *Server) locate(ctx context.Context, views ...*view) {
+	var jobs []*job.Job
+	var waiting []*view
+	for _, v := range views {
+		if v != nil && v.state == job.Queued && v.place == nil && !v.job.Live() {
+			jobs, waiting = append(jobs, &v.job), append(waiting, v)
+		}
+	}
+	if len(jobs) == 0 {
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, placeTimeout)
+	defer cancel()
+	places, err := s.deps.Results.Places(ctx, jobs)
+	if err != nil {
+		s.log.Debug("reading the places of waiting jobs", "err", err)
+		return
+	}
+	for i, v := range waiting {
+		v.place = places[i]
+	}
+}
+
+// placeTimeout bounds the look at the backlog, without which a job can be shown all the same.
+const placeTimeout = 500 * time.Millisecond
+
+// What keeps a job from starting.
 const (
 	reasonDispatching = "dispatching" // a worker has room
 	reasonSaturated   = "saturated"   // every ready one is full
+	reasonLimit       = "limit"       // every ready one holds back, though its cache has room
+	reasonRetryDelay  = "retry_delay"
 )
 
-// reason is the first thing that blocks the jobs of a model.
-func (s *Server) reason(m job.Model) string {
+// reason is the first thing that blocks the jobs of a model with such workers.
+func (s *Server) reason(workers []cluster.Member) string {
 	if ok, _ := s.deps.Cluster.Connected(); !ok {
 		return "queue_unavailable"
 	}
-	return blocking(s.deps.Cluster.Workers(m))
+	return blocking(workers)
+}
+
+// room tells whether a ready worker would start a job now.
+func room(w *cluster.WorkerInfo) bool {
+	return w.Free > 0 && w.InHand == 0 && !limited(w)
+}
+
+// limited tells whether a worker holds back for another reason than its cache.
+func limited(w *cluster.WorkerInfo) bool {
+	return w.Brake != "" || w.Limit > 0 && w.Running >= w.Limit
 }
 
 // blocking names what keeps workers from taking more.
 func blocking(workers []cluster.Member) string {
 	count := make(map[cluster.WorkerState]int)
-	room := false
+	hasRoom, full := false, false
 	for _, w := range workers {
 		if w.Worker == nil {
 			continue
 		}
 		count[w.Worker.State]++
-		room = room || w.Worker.State == cluster.Ready && w.Worker.Free > 0 && w.Worker.InHand == 0
+		if w.Worker.State == cluster.Ready {
+			hasRoom = hasRoom || room(w.Worker)
+			full = full || !limited(w.Worker)
+		}
 	}
 	switch {
-	case room:
+	case hasRoom:
 		return reasonDispatching
-	case count[cluster.Ready] > 0:
+	case count[cluster.Ready] > 0 && full:
 		return reasonSaturated
+	case count[cluster.Ready] > 0:
+		return reasonLimit
 	case count[cluster.Starting] > 0:
 		return "starting"
 	case count[cluster.Stalled] > 0:
@@ -84,6 +224,56 @@ func blocking(workers []cluster.Member) string {
 		return "draining"
 	}
 	return "no_worker"
+}
+
+// pressure is what is known of the load on a model's workers and of the interactive work that waits for them, for a call that comes now.
+func (s *Server) pressure(m job.Model, now time.Time) admission.Pressure {
+	workers := s.deps.Cluster.Workers(m)
+	var p admission.Pressure
+	for _, w := range workers {
+		if w.Worker == nil || w.Worker.State != cluster.Ready {
+			continue
+		}
+		p.Ready++
+		if w.Worker.Load > admission.BusyAt {
+			p.Busy++
+		}
+		if ttft := time.Duration(w.Worker.TTFT * float64(time.Second)); ttft > 0 && (p.TTFT == 0 || ttft < p.TTFT) {
+			p.TTFT = ttft
+		}
+	}
+	if p.Ready == 0 || p.Busy < p.Ready {
+		return p
+	}
+	l, leads := s.leader()
+	var info *cluster.QueueInfo
+	if q, ok := s.queueInfo(m); ok {
+		info = &q
+	}
+	p.Rate = s.pace.tokens(m, workers, s.meanJob(m, info))
+	if !leads || info == nil { // what is held here is all that is known
+		p.Ahead = s.held.waiting(m)
+		return p
+	}
+	// What waited a moment ago, less what was done since, and what has come in here since.
+	came, mean := s.pace.since(m, l.Heard)
+	if mean == 0 {
+		mean = s.meanJob(m, info)
+	}
+	ahead := float64(info.Waiting[job.Interactive])*mean + float64(came) - p.Rate*max(0, now.Sub(l.Heard).Seconds())
+	p.Ahead = job.Tokens(max(0, ahead))
+	return p
+}
+
+// waiting is the expected tokens of the held calls of a model that no worker has taken yet.
+func (h *held) waiting(m job.Model) job.Tokens {
+	var sum job.Tokens
+	for _, c := range h.all() {
+		if w, _, _ := c.seat.Holder(); w == "" && c.message.Job.Model == m {
+			sum += c.message.Job.Expected()
+		}
+	}
+	return sum
 }
 
 // comment is the keep-alive of a stream whose job is v: what a person who watches it wants to know.
@@ -121,71 +311,6 @@ func (s *Server) queueInfo(m job.Model) (cluster.QueueInfo, bool) {
 		}
 	}
 	return cluster.QueueInfo{}, false
-}
-
-// pace measures how many jobs of each model end per second, from the workers' heartbeats.
-type pace struct {
-	mu      sync.Mutex
-	last    time.Time
-	workers map[string]int64 // jobs ended so far, by worker
-	rates   map[job.Model]float64
-}
-
-func newPace() *pace {
-	return &pace{workers: make(map[string]int64), rates: make(map[job.Model]float64)}
-}
-
-// of is the model's rate in jobs per second, 0 if none has ended of late.
-func (p *pace) of(m job.Model) float64 {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.rates[m]
-}
-
-// paceWeight is the weight of the newest second in the average: its memory is about ten seconds.
-const paceWeight = 0.1
-
-// observe takes what the workers say now. A worker of several models counts for each in equal parts.
-func (p *pace) observe(now time.Time, workers []cluster.Member) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	elapsed := now.Sub(p.last).Seconds()
-	first := p.last.IsZero()
-	p.last = now
-	ended := make(map[job.Model]float64)
-	alive := make(map[string]int64, len(workers))
-	for _, w := range workers {
-		if w.Worker == nil || len(w.Worker.Models) == 0 {
-			continue
-		}
-		total := w.Worker.Completed + w.Worker.Failed
-		before, known := p.workers[w.ID]
-		alive[w.ID] = total
-		for _, m := range w.Worker.Models {
-			var n int64 // a worker's first word says nothing about its speed
-			if known {
-				n = max(0, total-before)
-			}
-			ended[m] += float64(n) / float64(len(w.Worker.Models))
-		}
-	}
-	p.workers = alive
-	if first || elapsed <= 0 {
-		return
-	}
-	for m := range p.rates {
-		if _, ok := ended[m]; !ok {
-			ended[m] = 0 // a model that has no worker any more fades as well
-		}
-	}
-	for m, n := range ended {
-		rate := p.rates[m]*(1-paceWeight) + n/elapsed*paceWeight
-		if rate < 0.001 {
-			delete(p.rates, m)
-			continue
-		}
-		p.rates[m] = rate
-	}
 }
 
 // measure feeds pace each second until ctx ends.

@@ -177,7 +177,7 @@ func (d *Dispatcher) lead(ctx context.Context, epoch uint64) {
 		d.log.Warn("listening for ended jobs", "err", err)
 	}
 	feed := &feeder{d: d, ended: ended, lined: map[job.Model]bool{}, rest: map[job.Model]time.Time{}}
-	missing := map[job.ID]bool{}
+	reconcile := &reconciler{d: d, missing: map[job.ID]bool{}}
 
 	var g sync.WaitGroup
 	g.Go(func() { d.watchDeaths(ctx) })
@@ -190,7 +190,7 @@ func (d *Dispatcher) lead(ctx context.Context, epoch uint64) {
 		{"deadlines", d.cfg.Deadlines, d.expire},
 		{"feed", feedPause, feed.feed},
 		{"rebuild", d.cfg.Sweep, d.rebuild},
-		{"reconcile", d.cfg.Reconcile, func(ctx context.Context) error { return d.reconcile(ctx, missing) }},
+		{"reconcile", d.cfg.Reconcile, reconcile.reconcile},
 		{"holders", d.cfg.Reconcile, d.lookAtHolders},
 		{"blobs", d.cfg.BlobSweep, d.sweepBlobs},
 	} {

@@ -12,6 +12,7 @@ import (
 	"github.com/millrace/millrace/dispatcher"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/results"
 )
 
 func TestLateJobsExpire(t *testing.T) {
@@ -44,7 +45,7 @@ func TestStartedJobsKeepTheirQueueTimeoutBehindThem(t *testing.T) {
 	var started []*job.Job
 	for range 600 { // more than two pages
 		j := &e.job(func(j *job.Job) { j.QueueTimeout = 1 }).Job
-		_, _, err := e.results.Accept(t.Context(), j, nil)
+		_, err := e.results.Accept(t.Context(), j, nil, results.Limits{})
 		e.ok(err)
 		if _, err := w.results.Claim(t.Context(), claimOf(j, w.id)); err != nil {
 			t.Fatal(err)

@@ -250,7 +250,7 @@ func (e *env) submit(lane queue.Lane, m *queue.Message) *job.Job {
 			e.Fatalf("key %q is taken", m.Job.Key)
 		}
 	}
-	_, _, err := e.results.Accept(ctx, &m.Job, m.Body)
+	_, err := e.results.Accept(ctx, &m.Job, m.Body, results.Limits{})
 	e.ok(err)
 	e.ok(e.queue.Enqueue(ctx, queue.Work, lane, m))
 	e.ok(e.results.Queued(ctx, &m.Job, m.Body))

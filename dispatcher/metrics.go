@@ -18,6 +18,7 @@ type metrics struct {
 	fed           *prometheus.CounterVec // jobs moved out of waiting lines
 	unlaned       *prometheus.CounterVec // jobs moved out of workers' lanes
 	waiting       *prometheus.GaugeVec
+	backlog       *prometheus.GaugeVec // what is accepted and has not ended, by model and unit
 	oldestRunning prometheus.Gauge
 }
 
@@ -30,9 +31,10 @@ func newMetrics(reg prometheus.Registerer) (*metrics, error) {
 		fed:           prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_fed_total", Help: "Jobs moved out of waiting lines."}, []string{"model"}),
 		unlaned:       prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_dispatcher_unlaned_total", Help: "Jobs moved out of the lanes of workers that did not take them in time, or are gone."}, []string{"model"}),
 		waiting:       prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "millrace_queue_waiting_jobs", Help: "Jobs that wait, by model and class; class \"line\" is the waiting lines."}, []string{"model", "class"}),
+		backlog:       prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "millrace_queue_backlog", Help: "Durable work that is accepted and has not ended, by model and unit: jobs, bytes, or the tokens that it is expected to need."}, []string{"model", "unit"}),
 		oldestRunning: prometheus.NewGauge(prometheus.GaugeOpts{Name: "millrace_oldest_running_job_seconds", Help: "Age of the attempt that has run longest."}),
 	}
-	for _, c := range []prometheus.Collector{m.failures, m.deaths, m.ended, m.repaired, m.fed, m.unlaned, m.waiting, m.oldestRunning} {
+	for _, c := range []prometheus.Collector{m.failures, m.deaths, m.ended, m.repaired, m.fed, m.unlaned, m.waiting, m.backlog, m.oldestRunning} {
 		if err := reg.Register(c); err != nil {
 			return nil, fmt.Errorf("registering the dispatcher's metrics: %w", err)
 		}
@@ -50,4 +52,7 @@ func (m *metrics) count(info cluster.QueueInfo) {
 		lines += n
 	}
 	m.waiting.WithLabelValues(string(info.Model), "line").Set(float64(lines))
+	m.backlog.WithLabelValues(string(info.Model), "jobs").Set(float64(info.Total.Jobs))
+	m.backlog.WithLabelValues(string(info.Model), "bytes").Set(float64(info.Total.Bytes))
+	m.backlog.WithLabelValues(string(info.Model), "tokens").Set(float64(info.Total.Tokens))
 }

@@ -11,19 +11,20 @@ import (
 )
 
 // reconcile compares the jobs that Redis counts as live with the messages in the streams, and repairs each difference. A difference may be a job that is just moving from one state to
-// the next, so a missing message is acted on only when it was missing in the turn before too (missing carries that from turn to turn). While the store is being rebuilt there is nothing to compare.
-func (d *Dispatcher) reconcile(ctx context.Context, missing map[job.ID]bool) error {
+// the next, so a missing message is acted on only when it was missing in the turn before too (missing carries that from turn to turn). While the store is being rebuilt there is nothing to compare. It returns the jobs that Redis counts as live, all true; nil if there was nothing to compare.
+func (d *Dispatcher) reconcile(ctx context.Context, missing map[job.ID]bool) (live map[job.ID]bool, failed error) {
 	wiped, err := d.deps.Results.Wiped(ctx)
 	if wiped || err != nil {
 		clear(missing)
-		return err
+		return nil, err
 	}
 	present, err := d.present(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	var failed error // of one job: the others are repaired all the same
-	live, absent := map[job.ID]bool{}, map[job.ID]bool{}
+	// failed is of one job: the others are repaired all the same.
+	live = map[job.ID]bool{}
+	absent := map[job.ID]bool{}
 	err = d.deps.Results.Live(ctx, func(ids []job.ID) error {
 		states, err := d.deps.Results.States(ctx, ids)
 		if err != nil {
@@ -48,7 +49,7 @@ func (d *Dispatcher) reconcile(ctx context.Context, missing map[job.ID]bool) err
 		return nil
 	})
 	if err != nil {
-		return fmt.Errorf("comparing live jobs with their messages: %w", err)
+		return nil, fmt.Errorf("comparing live jobs with their messages: %w", err)
 	}
 	clear(missing)
 	for id := range absent {
@@ -59,12 +60,12 @@ func (d *Dispatcher) reconcile(ctx context.Context, missing map[job.ID]bool) err
 			continue
 		}
 		if err := d.repairUnlisted(ctx, id, m); passing(err) {
-			return err
+			return nil, err
 		} else if err != nil {
 			failed = err
 		}
 	}
-	return failed
+	return live, failed
 }
 
 // present lists the jobs that have a message, with their models.

@@ -50,7 +50,7 @@ func TestHalfAcceptedJobsAreDecided(t *testing.T) {
 		m := e.job(withKey(key))
 		_, _, err := e.results.ReserveKey(t.Context(), m.Job.Tenant, key, results.KeyEntry{ID: m.Job.ID, Hash: "hash"}, 0)
 		e.ok(err)
-		_, _, err = e.results.Accept(t.Context(), &m.Job, m.Body)
+		_, err = e.results.Accept(t.Context(), &m.Job, m.Body, results.Limits{})
 		e.ok(err)
 		return m
 	}

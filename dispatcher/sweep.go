@@ -48,9 +48,13 @@ func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time) error 
 		return fmt.Errorf("listing models: %w", err)
 	}
 	workers := d.lanes()
+	backlogs, err := d.deps.Results.Backlogs(ctx)
+	if err != nil {
+		return fmt.Errorf("reading what is accepted: %w", err)
+	}
 	infos := make([]cluster.QueueInfo, 0, len(models))
 	for _, m := range models {
-		info := cluster.QueueInfo{Model: m, Waiting: map[job.Class]int{}, WaitingLines: map[job.Tenant]int{}}
+		info := cluster.QueueInfo{Model: m, Waiting: map[job.Class]int{}, WaitingLines: map[job.Tenant]int{}, Delivered: map[job.Class]int{}}
 		for _, kind := range []queue.Kind{queue.Work, queue.Live} {
 			depth, err := d.deps.Queue.Depth(ctx, kind, m)
 			if err != nil {
@@ -63,6 +67,7 @@ func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time) error 
 				}
 			}
 		}
+		weigh(&info, backlogs[m])
 		d.metrics.count(info)
 		infos = append(infos, info)
 	}
@@ -77,8 +82,11 @@ func count(info *cluster.QueueInfo, kind queue.Kind, depth queue.Depth) {
 	for c, n := range depth.Waiting {
 		info.Waiting[c] += n
 	}
-	for _, n := range depth.Delivered {
+	for c, n := range depth.Delivered {
 		info.Running += n
+		if kind == queue.Work {
+			info.Delivered[c] += n
+		}
 	}
 	for lane, n := range depth.TenantLanes {
 		info.WaitingLines[job.Tenant(strings.TrimPrefix(string(lane), "t-"))] += n

@@ -8,6 +8,7 @@ import (
 	"github.com/millrace/millrace/internal/engine/emulator"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/results"
 )
 
 // ends tells the worker to stop, and returns how long it took.
@@ -54,7 +55,7 @@ func TestDrainFinishesWorkInFlightAndHandsTheRestBackAtOnce(t *testing.T) {
 	e.running(running, 1)
 	inHand := e.submit(e.job(chat("in hand", ""), func(j *job.Job) { j.Class = job.Interactive }))
 	ownLane := e.job(chat("its own lane", ""))
-	_, _, err := e.results.Accept(t.Context(), &ownLane.Job, ownLane.Body)
+	_, err := e.results.Accept(t.Context(), &ownLane.Job, ownLane.Body, results.Limits{})
 	e.ok(err)
 	e.ok(e.queue.Enqueue(t.Context(), queue.Work, queue.WorkerLane(p.ID()), ownLane))
 	ended := make(chan time.Duration, 1)

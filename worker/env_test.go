@@ -485,7 +485,7 @@ func (e *env) submit(m *queue.Message) *job.Job {
 	e.Helper()
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	_, _, err := e.results.Accept(ctx, &m.Job, m.Body)
+	_, err := e.results.Accept(ctx, &m.Job, m.Body, results.Limits{})
 	e.ok(err)
 	e.whileAway(func() error { return e.queue.Enqueue(ctx, queue.Work, queue.AnyLane, m) })
 	e.ok(e.results.Queued(ctx, &m.Job, m.Body))

@@ -8,6 +8,9 @@ import (
 // BytesPerToken is the first guess at how many bytes of a request one prompt token stands for, before an engine's usage teaches a better one.
 const BytesPerToken = 4
 
+// DefaultOutput is the length of an answer in tokens that is expected of a request without a limit, before any was seen.
+const DefaultOutput Tokens = 256
+
 // MaxBytesPerToken is a bound that no real tokenizer reaches over a whole prompt: what does not fit at this ratio surely does not fit.
 const MaxBytesPerToken = 16
 
@@ -34,4 +37,21 @@ func positive(raw json.RawMessage) int64 {
 		return 0
 	}
 	return n
+}
+
+// mostExpected bounds what one job is expected to need, so that sums of a million jobs stay whole numbers in a double.
+const mostExpected = 1 << 32
+
+// Expected is how many tokens the job is expected to need in all: its prompt, and as many answers as it asks for, each of the length that it allows. It is an estimate to compare and to add up, not a
+// bound: whoever needs times divides by rates that are measured in the same estimates.
+func (j *Job) Expected() Tokens {
+	prompt := min(max(0, j.Cost.Prompt), mostExpected)
+	if !j.Endpoint.Generates() {
+		return prompt
+	}
+	output := j.Cost.Output
+	if output <= 0 {
+		output = DefaultOutput
+	}
+	return min(prompt+min(output, mostExpected)*Tokens(min(max(1, j.Cost.Answers), 1<<20)), mostExpected)
 }

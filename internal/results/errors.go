@@ -38,6 +38,8 @@ func wrap(err error, format string, args ...any) error {
 func unavailable(err error) bool {
 	var answer redis.Error
 	switch {
+	case errors.As(err, new(*LimitError)):
+		return false
 	case errors.Is(err, context.Canceled), errors.Is(err, ErrNotFound), errors.Is(err, ErrFenced), errors.Is(err, ErrGone), errors.Is(err, errAnswer):
 		return false
 	case errors.As(err, &answer):

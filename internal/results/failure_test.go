@@ -71,16 +71,19 @@ func calls(s *results.Store, j *job.Job, c *results.Claim) map[string]func(conte
 			return err
 		},
 		"ReleaseKey": func(ctx context.Context) error { return s.ReleaseKey(ctx, "t", "k", j.ID) },
-		"Accept":     func(ctx context.Context) error { _, err := s.Accept(ctx, j, []byte("{}"), results.Limits{}); return err },
-		"Queued":     func(ctx context.Context) error { return s.Queued(ctx, j, nil) },
-		"Discard":    func(ctx context.Context) error { _, err := s.Discard(ctx, j, 1); return err },
-		"Get":        func(ctx context.Context) error { _, err := s.Get(ctx, j.ID); return err },
-		"Body":       func(ctx context.Context) error { _, err := s.Body(ctx, j.ID); return err },
-		"Result":     func(ctx context.Context) error { _, err := s.Result(ctx, j.ID); return err },
-		"List":       func(ctx context.Context) error { _, _, err := s.List(ctx, "acme", results.Filter{}, "", 1); return err },
-		"Due":        func(ctx context.Context) error { _, err := s.Due(ctx, c.Now, 1); return err },
-		"Live":       func(ctx context.Context) error { return s.Live(ctx, func([]job.ID) error { return nil }) },
-		"Forget":     func(ctx context.Context) error { return s.Forget(ctx, "job_none") },
+		"Accept": func(ctx context.Context) error {
+			_, err := s.Accept(ctx, j, []byte("{}"), results.Limits{})
+			return err
+		},
+		"Queued":  func(ctx context.Context) error { return s.Queued(ctx, j, nil) },
+		"Discard": func(ctx context.Context) error { _, err := s.Discard(ctx, j, 1); return err },
+		"Get":     func(ctx context.Context) error { _, err := s.Get(ctx, j.ID); return err },
+		"Body":    func(ctx context.Context) error { _, err := s.Body(ctx, j.ID); return err },
+		"Result":  func(ctx context.Context) error { _, err := s.Result(ctx, j.ID); return err },
+		"List":    func(ctx context.Context) error { _, _, err := s.List(ctx, "acme", results.Filter{}, "", 1); return err },
+		"Due":     func(ctx context.Context) error { _, err := s.Due(ctx, c.Now, 1); return err },
+		"Live":    func(ctx context.Context) error { return s.Live(ctx, func([]job.ID) error { return nil }) },
+		"Forget":  func(ctx context.Context) error { return s.Forget(ctx, "job_none") },
 		"Claim": func(ctx context.Context) error {
 			_, err := s.Claim(ctx, results.ClaimRequest{Job: j, Worker: "w2", Lease: time.Minute})
 			return err
@@ -105,6 +108,12 @@ func calls(s *results.Store, j *job.Job, c *results.Claim) map[string]func(conte
 		"Owners of many": func(ctx context.Context) error { _, err := s.Owners(ctx, "k", "l"); return err },
 		"Bind": func(ctx context.Context) error {
 			_, err := s.Bind(ctx, results.Binding{Key: "k", Worker: "w", TTL: time.Minute, Most: 1})
+			return err
+		},
+		"Backlogs": func(ctx context.Context) error { _, err := s.Backlogs(ctx); return err },
+		"Places":   func(ctx context.Context) error { _, err := s.Places(ctx, []*job.Job{j}); return err },
+		"RepairBacklog": func(ctx context.Context) error {
+			_, _, err := s.RepairBacklog(ctx, map[job.ID]bool{"job_none": true}, func(job.ID) bool { return true })
 			return err
 		},
 		"Wiped":       func(ctx context.Context) error { _, err := s.Wiped(ctx); return err },
@@ -221,7 +230,7 @@ func TestReadOnlyServerRecovers(t *testing.T) {
 	j, c := submit(t, s)
 	ok(t, admin.Do(t.Context(), "REPLICAOF", "127.0.0.1", "1").Err())
 	all := calls(s, j, c)
-	for _, read := range []string{"Get", "Body", "Result", "List", "Live", "Due", "Owns", "Held", "Holders", "Events", "Wiped", "Owners", "Owners of many"} {
+	for _, read := range []string{"Get", "Body", "Result", "List", "Live", "Due", "Owns", "Held", "Holders", "Events", "Wiped", "Owners", "Owners of many", "Backlogs", "Places", "RepairBacklog"} {
 		if err := all[read](t.Context()); errors.Is(err, results.ErrUnavailable) {
 			t.Errorf("%s: %v", read, err)
 		}

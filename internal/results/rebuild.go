@@ -110,7 +110,7 @@ func (s *Store) restore(ctx context.Context, all []creation) error {
 			return nil
 		}
 		short, cancel := context.WithTimeout(ctx, opTimeout)
-		_, err := s.create(short, batch...)
+		_, err := s.create(short, Limits{}, batch...)
 		cancel()
 		if err != nil {
 			return wrap(err, "rebuilding %d records", len(batch))

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/redis/go-redis/v9"
@@ -44,6 +45,7 @@ type Store struct {
 	log       *slog.Logger
 	isCluster bool
 	clock     clock
+	refused   atomic.Int64 // when a limit last refused a job, unix ms of this machine
 	stop      context.CancelFunc
 	running   sync.WaitGroup
 }
@@ -189,6 +191,11 @@ func (s *Store) inOrder(ctx context.Context, first func(redis.Pipeliner), calls 
 			return nil, err
 		}
 	}
+	return s.run(ctx, pipe, calls...)
+}
+
+// run runs the calls behind the commands of pipe, all in one round trip to each node, and returns the calls' answers.
+func (s *Store) run(ctx context.Context, pipe redis.Pipeliner, calls ...call) ([]any, error) {
 	begin := pipe.Len()
 	for _, c := range calls {
 		c.script.EvalSha(ctx, pipe, c.keys, c.args...)

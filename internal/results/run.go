@@ -300,7 +300,7 @@ func (s *Store) LetGo(ctx context.Context, w job.Worker, ids ...job.ID) error {
 // Finish writes the outcome into the record (whole if it is gone), the answer (nil: not kept), drops the request's body and the indexes of live jobs, and, if the job keeps events, appends `done` with
 // number o.LastEvent (preceded by a `reset` with resetData if that is not nil, numbered o.LastEvent-1). doneData is the done event's JSON. An ended record is left alone. Repeating it is harmless.
 // Where events with such numbers are there already, `done` gets the next number: it always stands last.
-// An erased outcome writes no record. Order: record, answer and events -> live index. If we crash in between, Due and Live drop the entry.
+// An erased outcome writes no record. Order: record, answer and events -> live index and backlog. If we crash in between, Due, Live and RepairBacklog drop the entry.
 func (s *Store) Finish(ctx context.Context, j *job.Job, o *job.Outcome, result, resetData, doneData []byte) error {
 	if s.expireAt(j) <= int64(s.Now()) {
 		return nil // too old to be kept
@@ -317,7 +317,7 @@ func (s *Store) Finish(ctx context.Context, j *job.Job, o *job.Outcome, result, 
 		err = fmt.Errorf("%w: the record vanished while it was written", ErrUnavailable) // wiped again
 	}
 	if err == nil {
-		err = s.db.ZRem(ctx, s.liveKey(j.ID), string(j.ID)).Err()
+		err = s.leave(ctx, j)
 	}
 	if err != nil {
 		return wrap(err, "recording the outcome of job %s", j.ID)

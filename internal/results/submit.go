@@ -61,20 +61,26 @@ type creation struct {
 	key bool
 }
 
-// standing is how a record stands after a creation.
+// standing is how a record stands after a creation, and the job in the backlog.
 type standing struct {
 	state job.State
 	since job.Millis
+	place Place
 }
 
-// create writes index entries, then records. If we crash in between, entries are left that lead nowhere: List skips them, and of the live ones the dispatcher asks, finds
-// nothing, and calls Forget.
-func (s *Store) create(ctx context.Context, all ...creation) ([]standing, error) {
-	calls := make([]call, 0, len(all))
+// create writes index entries, then records, and counts those that have not ended in the backlog. If we crash in between, entries are left that lead nowhere: List skips them, of the live ones the dispatcher
+// asks, finds nothing, and calls Forget, and RepairBacklog drops the members. A job that is over a limit gives a *LimitError beside its standing; its record is written all the same, for the caller to discard.
+func (s *Store) create(ctx context.Context, l Limits, all ...creation) ([]standing, error) {
+	calls := make([]call, 0, 2*len(all))
+	var counted []*job.Job
 	for _, c := range all {
 		text, err := encode(c.job)
 		if err != nil {
 			return nil, err
+		}
+		if !c.state.Ended() {
+			counted = append(counted, c.job)
+			calls = append(calls, s.enterCall(c.job, l))
 		}
 		args := append([]any{string(c.state), text, s.expireAt(c.job), c.body}, c.fields...)
 		calls = append(calls, call{script: createScript, keys: []string{s.recordKey(c.job.ID), s.bodyKey(c.job.ID)}, args: args})
@@ -93,14 +99,35 @@ func (s *Store) create(ctx context.Context, all ...creation) ([]standing, error)
 		return nil, err
 	}
 	stand := make([]standing, 0, len(all))
-	for _, a := range answers {
-		list, ok := a.([]any)
-		if !ok || len(list) != 2 {
-			return nil, fmt.Errorf("%w: %v", errAnswer, a)
+	var over error
+	var ended []*job.Job
+	for _, c := range all {
+		var st standing
+		if !c.state.Ended() {
+			if st.place, err = entered(answers[0], c.job, l); errors.As(err, new(*LimitError)) {
+				over = err
+			} else if err != nil {
+				return nil, err
+			}
+			answers = answers[1:]
 		}
-		stand = append(stand, standing{state: job.State(text(list[0])), since: job.Millis(number(list[1]))})
+		list, ok := answers[0].([]any)
+		if !ok || len(list) != 2 {
+			return nil, fmt.Errorf("%w: %v", errAnswer, answers[0])
+		}
+		answers = answers[1:]
+		st.state, st.since = job.State(text(list[0])), job.Millis(number(list[1]))
+		if st.state.Ended() && !c.state.Ended() { // before it was counted
+			ended = append(ended, c.job)
+		}
+		stand = append(stand, st)
 	}
-	return stand, nil
+	if len(ended) > 0 {
+		if err := s.leaveEnded(ctx, ended); err != nil {
+			return nil, err
+		}
+	}
+	return stand, over
 }
 
 // trimOneIn jobs has its tenant's list trimmed: the embedded store sorts the whole list for that.
@@ -119,16 +146,39 @@ func (s *Store) index(ctx context.Context, p redis.Pipeliner, j *job.Job, state 
 	}
 }
 
-// Accept writes the record in state accepting with `since` = now, with body (nil if it is a blob), and indexes it for List and Due. If the record exists and is
-// accepting, only since is renewed; any other state is left alone. It returns the state that holds now and its since.
-func (s *Store) Accept(ctx context.Context, j *job.Job, body []byte) (job.State, job.Millis, error) {
+// Acceptance is how a job stands once it was accepted: its state and since when it is accepting, and its place in the backlog.
+type Acceptance struct {
+	State job.State
+	Since job.Millis
+	Place Place
+}
+
+// Accept writes the record in state accepting with `since` = now, with body (nil if it is a blob), indexes it for List and Due, and counts it in the backlog. If the record exists and is
+// accepting, only since is renewed; any other state is left alone. It returns the state that holds now and its since. A job that would pass a limit gets a *LimitError: if that comes with an Acceptance, a record was written, and the
+// caller must Discard it. A job that is counted already is never refused.
+func (s *Store) Accept(ctx context.Context, j *job.Job, body []byte, l Limits) (*Acceptance, error) {
 	ctx, cancel := context.WithTimeout(ctx, opTimeout)
 	defer cancel()
-	now, err := s.create(ctx, creation{job: j, state: job.Accepting, body: body, fields: []any{"fr", 1}})
-	if err != nil {
-		return "", 0, wrap(err, "accepting job %s", j.ID)
+	if time.Since(time.UnixMilli(s.refused.Load())) < askedFor {
+		if err := s.enter(ctx, j, l); err != nil {
+			return nil, s.noteRefused(err, j)
+		}
 	}
-	return now[0].state, now[0].since, nil
+	now, err := s.create(ctx, l, creation{job: j, state: job.Accepting, body: body, fields: []any{"fr", 1}})
+	if len(now) == 0 {
+		return nil, wrap(err, "accepting job %s", j.ID)
+	}
+	return &Acceptance{State: now[0].state, Since: now[0].since, Place: now[0].place}, s.noteRefused(err, j)
+}
+
+func (s *Store) noteRefused(err error, j *job.Job) error {
+	if err == nil {
+		return nil
+	}
+	if errors.As(err, new(*LimitError)) {
+		s.refused.Store(time.Now().UnixMilli())
+	}
+	return wrap(err, "accepting job %s", j.ID)
 }
 
 // Queued turns accepting into queued. A record in another state is left alone; one that is gone is written whole.
@@ -147,7 +197,7 @@ func (s *Store) Queued(ctx context.Context, j *job.Job, body []byte) error {
 
 // recreate writes the record of a job that is known to wait or run, after the store was wiped.
 func (s *Store) recreate(ctx context.Context, j *job.Job, body []byte) error {
-	_, err := s.create(ctx, creation{job: j, state: job.Queued, body: body})
+	_, err := s.create(ctx, Limits{}, creation{job: j, state: job.Queued, body: body})
 	return err
 }
 
@@ -157,7 +207,7 @@ func (s *Store) Discard(ctx context.Context, j *job.Job, since job.Millis) (bool
 	defer cancel()
 	gone, err := discardScript.Run(ctx, s.db, []string{s.recordKey(j.ID), s.bodyKey(j.ID), s.eventsKey(j.ID)}, int64(since)).Bool()
 	if err == nil && gone {
-		err = s.unindex(ctx, j.Tenant, j.ID)
+		err = s.unindex(ctx, j.Tenant, j.ID, s.leaveCall(j.Tenant, j.Model, j.ID))
 	}
 	if err != nil {
 		return false, wrap(err, "discarding job %s", j.ID)
@@ -165,12 +215,11 @@ func (s *Store) Discard(ctx context.Context, j *job.Job, since job.Millis) (bool
 	return gone, nil
 }
 
-// unindex removes a job from its tenant's list and the live index, once its record is gone.
-func (s *Store) unindex(ctx context.Context, t job.Tenant, id job.ID) error {
-	_, err := s.db.Pipelined(ctx, func(p redis.Pipeliner) error {
-		p.ZRem(ctx, s.listKey(t), string(id))
-		p.ZRem(ctx, s.liveKey(id), string(id))
-		return nil
-	})
+// unindex removes a job from its tenant's list and the live index, once its record is gone, and makes the calls that go with that.
+func (s *Store) unindex(ctx context.Context, t job.Tenant, id job.ID, calls ...call) error {
+	pipe := s.db.Pipeline()
+	pipe.ZRem(ctx, s.listKey(t), string(id))
+	pipe.ZRem(ctx, s.liveKey(id), string(id))
+	_, err := s.run(ctx, pipe, calls...)
 	return err
 }

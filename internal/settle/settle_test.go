@@ -68,7 +68,7 @@ func (e *env) submit(change func(*job.Job)) *job.Job {
 	ctx := e.Context()
 	_, err := e.Blobs.Put(ctx, j.Blob, bytes.NewReader([]byte("{}")))
 	e.ok(err)
-	_, _, err = e.Results.Accept(ctx, j, nil)
+	_, err = e.Results.Accept(ctx, j, nil, results.Limits{})
 	e.ok(err)
 	e.ok(e.Queue.Enqueue(ctx, queue.Work, queue.AnyLane, &queue.Message{Job: *j}))
 	e.ok(e.Results.Queued(ctx, j, nil))

@@ -44,6 +44,7 @@ var writes = []write{
 		return func() (err error) { _, since, err = e.accept(j, body); return err }, func() {
 			e.same("since", e.state(j, job.Accepting).Since, since)
 			e.same("live", e.living(), []job.ID{j.ID})
+			e.same("backlog", e.backlogs()["m"].Sum().Jobs, int64(1))
 		}
 	}},
 	{"queued", func(e *env) (func() error, func()) {
@@ -60,6 +61,7 @@ var writes = []write{
 		return func() (err error) { gone, err = e.Discard(e.ctx, j, since); return err }, func() {
 			e.same("gone", gone, true)
 			e.same("live", e.living(), []job.ID(nil))
+			e.same("backlog", len(e.backlogs()), 0)
 		}
 	}},
 	{"claim", func(e *env) (func() error, func()) {
@@ -148,6 +150,7 @@ var writes = []write{
 			e.same("outcome", e.state(j, job.Completed).Outcome, o)
 			e.same("events", show(e.all(j))[1:], []string{"2:reset:r", "3:done:d"})
 			e.same("live", e.living(), []job.ID(nil))
+			e.same("backlog", len(e.backlogs()), 0)
 		}
 	}},
 	{"finish of a lost record", func(e *env) (func() error, func()) {
@@ -157,6 +160,7 @@ var writes = []write{
 			e.same("outcome", e.state(j, job.Completed).Outcome, o)
 			e.same("events", show(e.all(j)), []string{"3:done:d"})
 			e.same("live", e.living(), []job.ID(nil))
+			e.same("backlog", len(e.backlogs()), 0)
 		}
 	}},
 	{"cancel", func(e *env) (func() error, func()) {

@@ -72,6 +72,12 @@ func Run(t *testing.T, url string) {
 		"sessions are wiped":                        sessionsWiped,
 		"beginnings of prompts are bound":           prefixesBound,
 		"scripts flushed":                           scriptsFlushed,
+		"backlog counts once":                       backlogCounts,
+		"backlog limits":                            backlogLimits,
+		"backlog limits hold in a race":             backlogRace,
+		"backlog places":                            backlogPlaces,
+		"backlog after a wipe":                      backlogRebuilt,
+		"backlog repaired":                          backlogRepaired,
 		"every key expires":                         everyKeyExpires,
 		"clock":                                     clock,
 	} {
@@ -176,11 +182,20 @@ func (e *env) job(change ...func(*job.Job)) *job.Job {
 
 var body = []byte(`{"model":"m","n":9007199254740993,"x":"<b>&</b>` + "\x00\xff" + `"}`)
 
+// accept accepts a job without limits.
+func (e *env) accept(j *job.Job, body []byte) (job.State, job.Millis, error) {
+	a, err := e.Accept(e.ctx, j, body, results.Limits{})
+	if err != nil {
+		return "", 0, err
+	}
+	return a.State, a.Since, nil
+}
+
 // queued submits a job.
 func (e *env) queued(change ...func(*job.Job)) *job.Job {
 	e.Helper()
 	j := e.job(change...)
-	state, since, err := e.Accept(e.ctx, j, body)
+	state, since, err := e.accept(j, body)
 	e.ok(err)
 	if state != job.Accepting || since < j.Created-1000 {
 		e.Fatalf("accepted job is %s since %d", state, since)

@@ -55,12 +55,12 @@ func claimTakes(e *env) {
 
 func claimTakesAccepting(e *env) {
 	j := e.job()
-	_, since, err := e.Accept(e.ctx, j, body)
+	_, since, err := e.accept(j, body)
 	e.ok(err)
 	e.claim(request(j, "w1"), results.Taken)
 	// The submitter is late: it leaves the claim alone, and so does the reconciler.
 	e.ok(e.Queued(e.ctx, j, body))
-	state, _, err := e.Accept(e.ctx, j, body)
+	state, _, err := e.accept(j, body)
 	e.ok(err)
 	e.same("state", state, job.Running)
 	gone, err := e.Discard(e.ctx, j, since)
@@ -363,7 +363,7 @@ func endedFenced(e *env) {
 	e.ok(e.Finish(e.ctx, j, completed(c, e, 9), []byte(`late`), nil, nil))
 	e.ok(e.Queued(e.ctx, j, body))
 	e.ok(e.RestoreQueued(e.ctx, []results.QueuedJob{{Job: *j, Body: body}}))
-	state, _, err := e.Accept(e.ctx, j, body)
+	state, _, err := e.accept(j, body)
 	e.ok(err)
 	e.same("state", state, job.Cancelled)
 

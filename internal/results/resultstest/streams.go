@@ -266,7 +266,7 @@ func versionRises(e *env) {
 			e.Fatalf("after %s the version is %d, before it was %d", what, v, last)
 		}
 	}
-	_, _, err := e.Accept(e.ctx, j, body)
+	_, err := e.Accept(e.ctx, j, body, results.Limits{})
 	rises("accept", err)
 	stays("queued", e.Queued(e.ctx, j, body))
 	c := e.claim(request(j, "w1"), results.Taken)
