@@ -71,6 +71,10 @@ type WorkerInfo struct {
 	EngineWaiting int    `json:"engine_waiting"`
 	Limit         int    `json:"concurrency_limit,omitempty"`
 	Brake         string `json:"brake,omitempty"`
+	// StateSince is when State began, in unix seconds by the worker's clock; FallBacks how often the engine stopped being ready; ProbeSeconds what its last probe that was passed took.
+	StateSince   float64 `json:"state_since"`
+	FallBacks    int64   `json:"fall_backs"`
+	ProbeSeconds float64 `json:"probe_seconds"`
 	// Shape is how the engine spreads over GPUs, GPUs what is known of each.
 	Shape Shape `json:"shape"`
 	GPUs  []GPU `json:"gpus,omitempty"`
@@ -100,6 +104,8 @@ type GPU struct {
 	Xid            uint64 `json:"xid,omitempty"`
 	// Fault is why the GPU must not be used; "" if it may.
 	Fault string `json:"fault,omitempty"`
+	// Stale: the driver has not answered for a while, and the other fields are its last answer.
+	Stale bool `json:"stale,omitempty"`
 }
 
 // QueueInfo is one model's queue as the dispatcher sees it.
@@ -109,8 +115,11 @@ type QueueInfo struct {
 	Waiting      map[job.Class]int  `json:"waiting"`
 	WaitingLines map[job.Tenant]int `json:"waiting_lines,omitempty"`
 	Running      int                `json:"running"`
-	// Backlog is what each tenant has accepted and not ended.
+	// Delivered counts the durable jobs that workers have, by class.
+	Delivered map[job.Class]int `json:"delivered,omitempty"`
+	// Backlog is what each tenant has accepted and not ended: of those who have the most, for a heartbeat is small. Total is that of all.
 	Backlog map[job.Tenant]Backlog `json:"backlog,omitempty"`
+	Total   Backlog                `json:"backlog_total"`
 	// WorkFill is the share of the WORK stream's limit in use, 0..1.
 	WorkFill float64 `json:"work_fill"`
 }
