@@ -1,6 +1,12 @@
 package engine
 
-import "io"
+import (
+	"io"
+	"net/http"
+)
+
+// SetTransport has answers come from t instead of the network.
+func (e *Engine) SetTransport(t http.RoundTripper) { e.http.Transport = t }
 
 // MetricsURLs are the places where an engine of kind k is asked for its metrics.
 func (e *Engine) MetricsURLs(k Kind) []string {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -220,6 +221,13 @@ func TestWhatIsMissingIsSaidOnceWithAHint(t *testing.T) {
 	}
 }
 
+// always is an engine that answers everything by the same page.
+type always []byte
+
+func (a always) RoundTrip(r *http.Request) (*http.Response, error) {
+	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(a)), Request: r}, nil
+}
+
 // FuzzPages serves whatever to every question about the load: an engine may lie, but never so that more is taken for free than there is.
 func FuzzPages(f *testing.F) {
 	for _, file := range []string{
@@ -233,22 +241,10 @@ func FuzzPages(f *testing.F) {
 	f.Add([]byte(`{"model_path":"m","tp_size":1,"dp_size":2147483648,"max_total_num_tokens":-5,"max_running_requests":9223372036854775807}`))
 	f.Add([]byte(`[{"n_ctx":-1,"is_processing":null},{"n_ctx":9007199254740993,"state":7}]`))
 	f.Add([]byte("tgi_batch_max_total_tokens 0.5\ntgi_batch_current_max_tokens 0.25\ntgi_batch_current_size 1\ntgi_queue_size 1\n"))
-	var body atomic.Pointer[[]byte]
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = w.Write(*body.Load()) }))
-	f.Cleanup(server.Close)
-	engines := map[engine.Kind]*engine.Engine{}
-	for _, k := range engine.Kinds() {
-		e, err := engine.New(engine.Config{URL: server.URL, Kind: k, KVTokens: 1000, MaxConcurrency: 3}, discard())
-		if err != nil {
-			f.Fatal(err)
-		}
-		f.Cleanup(e.Close)
-		engines[k] = e
-	}
 	f.Fuzz(func(t *testing.T, data []byte) {
-		body.Store(&data)
-		for k, e := range engines {
-			e.Reset()
+		for _, k := range engine.Kinds() {
+			e := client(t, engine.Config{URL: "http://engine", Kind: k, KVTokens: 1000, MaxConcurrency: 3})
+			e.SetTransport(always(data))
 			l, err := e.Load(t.Context())
 			if err != nil {
 				continue
