@@ -66,6 +66,8 @@ type script struct {
 	answer  http.HandlerFunc
 	unready bool
 	probes  int
+	metrics string           // the page, "" if there is none
+	probe   http.HandlerFunc // nil: they pass
 }
 
 func play(t testing.TB, answer http.HandlerFunc) *script {
@@ -84,6 +86,13 @@ func (s *script) then(answer http.HandlerFunc) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.answer = answer
+}
+
+// thenProbes changes the answers to probes from here on; nil lets them pass.
+func (s *script) thenProbes(answer http.HandlerFunc) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.probe = answer
 }
 
 func (s *script) setUnready(unready bool) {
@@ -105,18 +114,25 @@ func (s *script) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	s.mu.Lock()
-	answer, unready := s.answer, s.unready
+	answer, unready, probed := s.answer, s.unready, s.probe
+	metrics := s.metrics
 	probe := r.Header.Get("X-Request-Id") == ""
 	if probe {
 		s.probes++
 	}
 	s.mu.Unlock()
+	if r.URL.Path == "/metrics" && metrics != "" {
+		_, _ = io.WriteString(w, metrics)
+		return
+	}
 	if probe {
 		if unready {
 			w.WriteHeader(http.StatusServiceUnavailable)
 			return
 		}
-		answer = reply(200, `{"choices":[{"message":{"content":"H"}}]}`)
+		if answer = probed; answer == nil {
+			answer = reply(200, `{"choices":[{"message":{"content":"H"}}]}`)
+		}
 	} else {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {

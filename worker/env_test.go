@@ -385,6 +385,7 @@ type process struct {
 type workerConfig struct {
 	worker.Config
 	engine engine.Config
+	gpus   worker.GPUs
 	log    *slog.Logger
 }
 
@@ -411,7 +412,7 @@ func (e *env) start(url string, change ...func(*workerConfig)) *process {
 	p.engine, err = engine.New(c.engine, c.log)
 	e.ok(err)
 	p.Worker, err = worker.New(c.Config, worker.Deps{
-		Queue: p.queue, Blobs: p.blobs, Results: p.results, Cluster: p.cluster, Relay: p.relay, Engine: p.engine, Registerer: p.reg, Log: c.log,
+		Queue: p.queue, Blobs: p.blobs, Results: p.results, Cluster: p.cluster, Relay: p.relay, Engine: p.engine, Registerer: p.reg, Log: c.log, GPUs: c.gpus,
 	})
 	e.ok(err)
 	ctx, stop := context.WithCancel(context.Background())

@@ -15,6 +15,7 @@ type metrics struct {
 	unready      *prometheus.CounterVec // by state entered
 	scrapeErrors prometheus.Counter
 	panics       prometheus.Counter
+	probe        prometheus.Histogram
 	ttft         prometheus.Histogram
 	wait         *prometheus.HistogramVec // by class
 }
@@ -27,6 +28,7 @@ func newMetrics(reg prometheus.Registerer, w *Worker) (*metrics, error) {
 		unready:      prometheus.NewCounterVec(prometheus.CounterOpts{Name: "millrace_worker_unready_total", Help: "How often the engine stopped being ready, by the state entered."}, []string{"state"}),
 		scrapeErrors: prometheus.NewCounter(prometheus.CounterOpts{Name: "millrace_worker_engine_scrape_errors_total", Help: "Readings of the engine's metrics that failed."}),
 		panics:       prometheus.NewCounter(prometheus.CounterOpts{Name: "millrace_worker_panics_total", Help: "Panics while running a job."}),
+		probe:        prometheus.NewHistogram(prometheus.HistogramOpts{Name: "millrace_worker_probe_seconds", Help: "One-token completions that prove an engine ready.", Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}),
 		ttft:         prometheus.NewHistogram(prometheus.HistogramOpts{Name: "millrace_worker_time_to_first_token_seconds", Help: "From the call of the engine to its first token, of streamed calls.", Buckets: prometheus.ExponentialBuckets(0.005, 2, 14)}),
 		wait:         prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "millrace_job_wait_seconds", Help: "From acceptance to the first start.", Buckets: prometheus.ExponentialBuckets(0.005, 3, 14)}, []string{"class"}),
 	}
@@ -34,7 +36,13 @@ func newMetrics(reg prometheus.Registerer, w *Worker) (*metrics, error) {
 		return prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: name, Help: help}, func() float64 { return f(w.gate.status()) })
 	}
 	for _, c := range []prometheus.Collector{
-		m.attempts, m.tokens, m.unready, m.scrapeErrors, m.panics, m.ttft, m.wait,
+		m.attempts, m.tokens, m.unready, m.scrapeErrors, m.panics, m.probe, m.ttft, m.wait, newGPUMetrics(w),
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "millrace_worker_ready", Help: "1 while the worker takes work."}, func() float64 {
+			if w.Ready() == nil {
+				return 1
+			}
+			return 0
+		}),
 		gauge("millrace_worker_running", "Jobs that run now.", func(s schedule.Status) float64 { return float64(s.Running) }),
 		gauge("millrace_worker_in_hand", "Jobs pulled and not started.", func(s schedule.Status) float64 { return float64(s.InHand) }),
 		gauge("millrace_worker_kv_capacity_tokens", "The engine's KV cache.", func(s schedule.Status) float64 { return float64(s.Capacity) }),

@@ -2,20 +2,23 @@ package worker
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"time"
 
 	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/engine"
 )
 
 // progress follows whether the engine gets on with the calls that it has.
 type progress struct {
 	mu      sync.Mutex // guards what follows
 	calls   int
-	streams int  // calls whose tokens are seen as they come
-	counts  bool // the engine tells how many tokens it has made
+	streams int // calls whose tokens are seen as they come
 	last    time.Time
+	reading engine.Load // the last one
+	counts  bool        // reading counts tokens, and is not old
 }
 
 // begin counts a call. The engine's silence counts from here if it had none.
@@ -48,54 +51,156 @@ func (p *progress) alive() {
 	p.last = time.Now()
 }
 
-// tells notes whether the engine counts its tokens.
-func (p *progress) tells(counts bool) {
+// observe looks for progress in what the engine says of itself: tokens made, prompts computed, and a cache that fills, which is all that is seen of a long prompt while it is computed.
+func (p *progress) observe(l engine.Load) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.counts = counts
+	if l.GeneratedTokens > p.reading.GeneratedTokens || l.PromptTokens > p.reading.PromptTokens || l.Source == engine.SourceEngine && l.Used() > p.reading.Used() {
+		p.last = time.Now()
+	}
+	p.reading, p.counts = l, l.GeneratedTokens >= 0
 }
 
-// quiet is how long the engine has had calls and shown no progress, 0 if it has none; and whether progress would have been seen.
-func (p *progress) quiet(now time.Time) (quiet time.Duration, visible bool) {
+// unseen notes that the engine's words of itself cannot be read: that its counters stand still tells nothing now.
+func (p *progress) unseen() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.counts = false
+}
+
+// silence is for how long an engine has shown no progress.
+type silence struct {
+	length time.Duration // 0 if it has no calls
+	since  time.Time     // the last progress
+	// counted: its own counters show no progress. streamed: there are calls whose tokens would be seen, if they had begun to answer.
+	counted, streamed bool
+}
+
+func (p *progress) silence(now time.Time) silence {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.calls == 0 {
-		return 0, true
+		return silence{since: p.last}
 	}
-	return now.Sub(p.last), p.counts || p.streams > 0
+	return silence{length: now.Sub(p.last), since: p.last, counted: p.counts, streamed: p.streams > 0}
+}
+
+// The patience with an engine that may be busy and cannot show it, in stall times: it begins with patient, and doubles with each stall that it ends in, up to mostPatient. An
+// engine that needs longer for its answers gets them whole in the end, and one that hangs is found in any case.
+const (
+	patient     = 3
+	mostPatient = 60
+)
+
+// verdict is what a silence means.
+type verdict int
+
+const (
+	goesOn verdict = iota
+	wait           // a probe is to tell
+	stalled
+	tired // stalled, for all that can be seen: patience has ended
+)
+
+// judge decides about a silence of an engine. probed is when it last completed a probe that began in this silence, zero if it did not; full tells whether a probe would have to wait for a
+// place.
+func judge(s silence, stall time.Duration, patience int, probed time.Time, full bool, now time.Time) verdict {
+	answered := probed.After(s.since)
+	switch {
+	case s.length < stall/2:
+		return goesOn
+	case s.counted: // a probe would only be counted too
+		if s.length >= stall {
+			return stalled
+		}
+	case s.length >= time.Duration(patience)*stall && (s.streamed || !answered):
+		// It completes others' tokens and none of the streams, or it is full of calls that answer in one piece.
+		return tired
+	case answered:
+		if now.Sub(probed) >= stall/2 {
+			return wait
+		}
+	case s.length >= stall && !full:
+		return stalled
+	default:
+		return wait
+	}
+	return goesOn
+}
+
+// try is a probe that is under way.
+type try struct {
+	stop   context.CancelFunc
+	answer chan error // gets one value
+}
+
+func (w *Worker) try(ctx context.Context) *try {
+	ctx, stop := context.WithCancel(ctx)
+	t := &try{stop, make(chan error, 1)}
+	go func() { t.answer <- w.probe(ctx) }() // end waits for it
+	return t
+}
+
+// end ends the try, which may be nil.
+func (t *try) end() {
+	if t != nil {
+		t.stop()
+		<-t.answer
+	}
+}
+
+// answered gets the answer; nil, which no answer ever comes from, without a try.
+func (t *try) answered() <-chan error {
+	if t == nil {
+		return nil
+	}
+	return t.answer
 }
 
 // watchProgress hands the work of an engine back that gives no token any more, whether it counts as ready or not, until ctx ends.
 func (w *Worker) watchProgress(ctx context.Context) {
-	t := time.NewTicker(min(time.Second, w.cfg.StallTimeout/4))
-	defer t.Stop()
+	tick := time.NewTicker(min(time.Second, w.cfg.StallTimeout/8))
+	defer tick.Stop()
+	var (
+		patience = patient
+		probed   time.Time
+		probe    *try
+	)
+	defer func() { probe.end() }()
 	for {
 		select {
 		case <-ctx.Done():
 			return
-		case <-t.C:
+		case err := <-probe.answered():
+			probe.stop()
+			probe = nil
+			if err == nil {
+				probed = time.Now()
+			} else { // it answers, but not well
+				w.doubt(doubt{why: "it gives no token"})
+			}
+		case now := <-tick.C:
+			s := w.progress.silence(now)
+			v := judge(s, w.cfg.StallTimeout, patience, probed, w.gate.full(), now)
+			if v == wait { // the probe may wait for long behind what the engine has
+				if probe == nil {
+					probe = w.try(ctx)
+				}
+				continue
+			}
+			if v == goesOn && s.length >= w.cfg.StallTimeout/2 {
+				continue
+			}
+			probe.end()
+			probe = nil
+			if v == tired {
+				patience = min(2*patience, mostPatient)
+			}
+			if v != goesOn {
+				w.stall(fmt.Sprintf("engine_stalled: work runs and no token came for %s", s.length.Round(time.Second/10)))
+			}
 		}
-		quiet, visible := w.progress.quiet(time.Now())
-		if quiet < w.cfg.StallTimeout || !visible && w.worksUnseen(ctx) || ctx.Err() != nil {
-			continue
-		}
-		w.stall(fmt.Sprintf("engine_stalled: work runs and no token came for %s", quiet.Round(time.Second/10)))
 	}
-}
-
-// worksUnseen decides for an engine that counts no tokens while none of its calls streams: a long answer in one piece looks like a hang. One token more tells, unless the
-// engine is so full that it would have to wait for a place.
-func (w *Worker) worksUnseen(ctx context.Context) bool {
-	if w.gate.full() {
-		return true
-	}
-	ctx, cancel := context.WithTimeout(ctx, w.cfg.ProbeTimeout)
-	defer cancel()
-	if w.probe(ctx) != nil {
-		return false
-	}
-	w.progress.alive()
-	return true
 }
 
 // stall takes the engine's work from it. It gets no more before it has passed a probe.
@@ -105,3 +210,6 @@ func (w *Worker) stall(why string) {
 	w.halt(errStalled)
 	w.doubt(doubt{state: cluster.Stalled, why: why})
 }
+
+// noAnswer tells whether err says that the engine kept silent, and nothing else of it.
+func noAnswer(err error) bool { return errors.Is(err, context.DeadlineExceeded) }

@@ -31,10 +31,17 @@ func (w *Worker) setState(s cluster.WorkerState, reason string) {
 		w.mu.Unlock()
 		return
 	}
-	changed := w.state != s
+	before, now := w.state, time.Now()
 	w.state, w.reason = s, reason
+	if s != before {
+		w.since = now
+	}
 	w.mu.Unlock()
-	if changed {
+	if before == cluster.Ready && (s == cluster.Stalled || s == cluster.Unready) {
+		w.health.fall(now)
+		w.metrics.unready.WithLabelValues(string(s)).Inc()
+	}
+	if s != before {
 		w.log.Info("worker state", "state", s, "reason", reason)
 		w.deps.Cluster.Nudge()
 	}
@@ -81,17 +88,20 @@ func (w *Worker) preempt(id job.ID) {
 func (w *Worker) halt(cause error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if errors.Is(w.halted, errDrained) { // for good
+		return
+	}
 	w.halted = cause
 	for _, cancel := range w.attempts {
 		cancel(cause)
 	}
 }
 
-// resume ends the halt of a stalled engine.
+// resume ends the halt of an engine that is well again.
 func (w *Worker) resume() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if errors.Is(w.halted, errStalled) {
+	if errors.Is(w.halted, errStalled) || errors.Is(w.halted, errNotFit) {
 		w.halted = nil
 	}
 }
@@ -99,6 +109,10 @@ func (w *Worker) resume() {
 // beat is the worker's heartbeat.
 func (w *Worker) beat() cluster.Heartbeat {
 	s := w.gate.status()
+	shape, gpus := w.ownGPUs()
+	w.health.mu.Lock()
+	falls, probe := w.health.total, w.health.probe
+	w.health.mu.Unlock()
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	models := make([]job.Model, 0, len(w.models))
@@ -112,6 +126,7 @@ func (w *Worker) beat() cluster.Heartbeat {
 			Name: w.cfg.Name, State: w.state, Reason: w.reason, Models: models, Engine: string(w.kind),
 			Capacity: s.Capacity, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largest, Level: s.Level, Running: s.Running, InHand: s.InHand,
 			Load: s.Load, TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake,
+			StateSince: float64(w.since.UnixMilli()) / 1000, FallBacks: falls, ProbeSeconds: probe.Seconds(), Shape: shape, GPUs: gpuInfo(gpus),
 			TokensPerSecond: w.rate.perSecond(time.Now()), Completed: w.completed.Load(), Failed: w.failed.Load(),
 		},
 	}

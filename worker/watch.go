@@ -18,14 +18,17 @@ const (
 	scrapeBusy    = 250 * time.Millisecond // between looks at a working engine
 	scrapeIdle    = 2 * time.Second
 	scrapeTimeout = 2 * time.Second
+	scrapeFails   = 3                // failed looks in a row after which the engine is probed, if nothing else shows that it lives
 	relist        = 30 * time.Second // between looks at which models it serves
-	suspectCalls  = 3                // failed calls or looks in a row after which the engine is probed
+	proofLasts    = 30 * time.Second // how long a token, or a probe that was passed, proves an engine without work ready
+	scrapeDoubts  = 10 * time.Second // the same while its metrics cannot be read
 )
 
-// doubt is why the engine should be looked at now. state Stalled is no question any more.
-type doubt struct {
-	state cluster.WorkerState
-	why   string
+// fall is why the worker's engine is not ready any more.
+type fall struct {
+	state  cluster.WorkerState
+	reason string
+	halt   error // why what runs is handed back, nil if it may go on
 }
 
 // watch keeps the gate open while the engine is ready, until ctx ends. serve begins to pull for a model that is served, and returns what ends that.
@@ -38,48 +41,62 @@ func (w *Worker) watch(ctx context.Context, serve func(job.Model) context.Cancel
 		case <-w.doubts:
 		default:
 		}
-		w.badCalls.Store(0)
+		w.health.goodCall()
 		w.resume()
 		w.setState(cluster.Ready, "")
 		w.gate.setOpen(true)
-		state, reason := w.whileReady(ctx, serve)
+		f := w.whileReady(ctx, serve)
 		w.gate.setOpen(false)
 		if ctx.Err() != nil {
 			return
 		}
-		w.deps.Engine.Reset() // it may come back as another
-		w.setState(state, reason)
-		w.metrics.unready.WithLabelValues(string(state)).Inc()
+		w.setState(f.state, f.reason)
+		if f.halt != nil {
+			w.halt(f.halt)
+		}
 	}
 }
 
-// becomeReady tries until the engine has completed one token, and tells false if ctx ended first.
+// becomeReady tries until the engine has completed one token, and tells false if ctx ended first. One that has fallen back several times of late must do so twice.
 func (w *Worker) becomeReady(ctx context.Context, serve func(job.Model) context.CancelFunc) bool {
 	b := backoff.NewExponentialBackOff()
 	b.InitialInterval, b.MaxInterval = 100*time.Millisecond, 2*time.Second
-	for {
+	proofs, pause := w.health.proofs(time.Now())
+	for passed := 0; ; {
 		err := w.prepare(ctx, serve)
-		if err == nil {
-			return true
-		}
-		if ctx.Err() != nil {
+		wait := b.NextBackOff()
+		switch {
+		case ctx.Err() != nil:
 			return false
+		case err == nil:
+			if passed++; passed >= proofs {
+				return true
+			}
+			wait = pause
+		default:
+			passed = 0
+			if !noAnswer(err) { // what comes back may be another engine
+				w.deps.Engine.Reset()
+			}
+			w.mu.Lock()
+			if w.state == cluster.Starting || w.state == cluster.Unready { // else the reason is not the engine's answer
+				w.reason = err.Error()
+			}
+			w.mu.Unlock()
 		}
-		w.mu.Lock()
-		if w.state == cluster.Starting || w.state == cluster.Unready { // else the reason is not the engine's answer
-			w.reason = err.Error()
-		}
-		w.mu.Unlock()
 		select {
-		case <-time.After(b.NextBackOff()):
+		case <-time.After(wait):
 		case <-ctx.Done():
 			return false
 		}
 	}
 }
 
-// prepare asks the engine all that must be known before work is taken, the probe last.
+// prepare asks all that must be known before work is taken, the probe last.
 func (w *Worker) prepare(ctx context.Context, serve func(job.Model) context.CancelFunc) error {
+	if err := w.gpuFault(); err != nil {
+		return err
+	}
 	short, cancel := context.WithTimeout(ctx, storeTimeout)
 	defer cancel()
 	kind, err := w.deps.Engine.Detect(short)
@@ -90,19 +107,20 @@ func (w *Worker) prepare(ctx context.Context, serve func(job.Model) context.Canc
 	if err != nil {
 		return err
 	}
-	load, err := w.deps.Engine.Load(short)
-	if err != nil {
+	load, err := w.load(ctx)
+	if err != nil && (!w.seen() || !noAnswer(err)) { // metrics that keep silent stop nothing: the ledger knows the capacity of before
 		return err
 	}
+	w.take(load, err)
+	w.askShape(short)
 	probe, cancelProbe := context.WithTimeout(ctx, w.cfg.ProbeTimeout)
 	defer cancelProbe()
-	if err := w.deps.Engine.Probe(probe, models[0].Model); err != nil {
+	if err := w.probeModel(probe, models[0].Model); err != nil {
 		return err
 	}
 	w.mu.Lock()
 	w.kind = kind
 	w.mu.Unlock()
-	w.see(load)
 	w.adopt(ctx, models, serve)
 	return nil
 }
@@ -126,10 +144,16 @@ func (w *Worker) listModels(ctx context.Context) ([]engine.ModelInfo, error) {
 	}
 }
 
-// see takes a reading of the engine.
-func (w *Worker) see(l engine.Load) {
+// take takes a reading of the engine, or that there was none.
+func (w *Worker) take(l engine.Load, err error) {
+	if err != nil {
+		w.metrics.scrapeErrors.Inc()
+		w.gate.unseen()
+		w.progress.unseen()
+		return
+	}
 	w.gate.observe(l)
-	w.progress.tells(l.GeneratedTokens >= 0)
+	w.progress.observe(l)
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.source != l.Source && l.Source == engine.SourceEstimated {
@@ -142,6 +166,13 @@ func (w *Worker) see(l engine.Load) {
 			w.largest = min(w.largest, m.length)
 		}
 	}
+}
+
+// seen tells whether the engine has ever told its load.
+func (w *Worker) seen() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.source != ""
 }
 
 // adopt begins to serve the models that are new, ends those that are gone, and has all remembered.
@@ -185,9 +216,8 @@ func (w *Worker) adopt(ctx context.Context, models []engine.ModelInfo, serve fun
 }
 
 // whileReady returns why the engine is not ready any more, or when ctx ends.
-func (w *Worker) whileReady(ctx context.Context, serve func(job.Model) context.CancelFunc) (cluster.WorkerState, string) {
-	generated := int64(-1)
-	failures := 0
+func (w *Worker) whileReady(ctx context.Context, serve func(job.Model) context.CancelFunc) fall {
+	failures := 0 // looks in a row
 	listed := time.Now()
 	timer := time.NewTimer(scrapeBusy)
 	defer timer.Stop()
@@ -195,40 +225,39 @@ func (w *Worker) whileReady(ctx context.Context, serve func(job.Model) context.C
 		var d doubt
 		select {
 		case <-ctx.Done():
-			return "", ""
+			return fall{}
 		case d = <-w.doubts:
-			if d.state == cluster.Stalled {
-				return d.state, d.why
+			if d.state != "" {
+				return fall{state: d.state, reason: d.why}
 			}
 		case <-timer.C:
 		}
+		if err := w.gpuFault(); err != nil { // what it computes now may be wrong
+			return fall{cluster.Unready, err.Error(), errNotFit}
+		}
 		load, err := w.load(ctx)
-		if err != nil {
-			w.metrics.scrapeErrors.Inc()
-			w.gate.unseen()
-			if failures++; failures >= suspectCalls && d.why == "" {
-				d.why = fmt.Sprintf("its metrics cannot be read: %v", err)
-			}
-		} else {
+		w.take(load, err)
+		if failures++; err == nil {
 			failures = 0
-			w.see(load)
-			if load.GeneratedTokens > generated {
-				w.progress.alive()
-			}
-			generated = load.GeneratedTokens
+		}
+		proof := w.proof()
+		switch {
+		case d.why != "":
+		case failures == scrapeFails, failures > scrapeFails && time.Since(proof) > scrapeDoubts:
+			d.why = fmt.Sprintf("its metrics cannot be read (%v)", err)
+		case w.gate.idle() && time.Since(proof) > proofLasts && w.mayProbeIdle():
+			d.why = "it had no work"
 		}
 		if d.why != "" {
-			probe, cancel := context.WithTimeout(ctx, w.cfg.ProbeTimeout)
-			err := w.probe(probe)
-			cancel()
-			if err != nil && ctx.Err() == nil {
-				return cluster.Unready, fmt.Sprintf("%s; probe: %v", d.why, err)
+			if f := w.examine(ctx, d.why); f != nil {
+				return *f
 			}
-			failures = 0
-			w.badCalls.Store(0)
 		}
 		if time.Since(listed) > relist {
 			listed = time.Now()
+			if failures >= scrapeFails && !noAnswer(err) { // another engine may have come in its place
+				w.deps.Engine.Reset()
+			}
 			w.relist(ctx, serve)
 		}
 		if w.gate.idle() {
@@ -237,6 +266,45 @@ func (w *Worker) whileReady(ctx context.Context, serve func(job.Model) context.C
 			timer.Reset(scrapeBusy)
 		}
 	}
+}
+
+// proof is when the engine last showed that it lives.
+func (w *Worker) proof() time.Time {
+	last := w.progress.silence(time.Now()).since
+	w.health.mu.Lock()
+	defer w.health.mu.Unlock()
+	if w.health.passed.After(last) {
+		return w.health.passed
+	}
+	return last
+}
+
+// mayProbeIdle tells whether a probe costs an engine without work no more than a token: Ollama would load its model for it, and keep it loaded for ever.
+func (w *Worker) mayProbeIdle() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.kind != engine.Ollama
+}
+
+// examine probes the engine for a doubt, and returns how it falls back, nil if it does not. One that is so busy that the probe must wait, and gets on meanwhile, is well.
+func (w *Worker) examine(ctx context.Context, why string) *fall {
+	began := time.Now()
+	probe, cancel := context.WithTimeout(ctx, w.cfg.ProbeTimeout)
+	defer cancel()
+	err := w.probe(probe)
+	if err == nil || ctx.Err() != nil {
+		return nil
+	}
+	f := &fall{state: cluster.Unready, reason: fmt.Sprintf("%s; probe: %v", why, err)}
+	if noAnswer(err) {
+		switch s := w.progress.silence(time.Now()); {
+		case s.since.After(began), s.length > 0 && w.gate.full() && !s.counted: // the stall time decides about what cannot be seen
+			return nil
+		case s.length > 0: // whatever it has is not answered either
+			f.state, f.reason, f.halt = cluster.Stalled, "engine_stalled: "+f.reason, errStalled
+		}
+	}
+	return f
 }
 
 func (w *Worker) load(ctx context.Context) (engine.Load, error) {
@@ -255,52 +323,4 @@ func (w *Worker) relist(ctx context.Context, serve func(job.Model) context.Cance
 		return
 	}
 	w.adopt(ctx, models, serve)
-}
-
-// probe has the engine complete one token.
-func (w *Worker) probe(ctx context.Context) error {
-	w.mu.Lock()
-	var model job.Model
-	for m := range w.models {
-		if model == "" || m < model {
-			model = m
-		}
-	}
-	w.mu.Unlock()
-	return w.deps.Engine.Probe(ctx, model)
-}
-
-// notReady probes the engine once, shortly: whether it is the engine that is at fault, and not a job. Those who ask at the same time share the answer.
-func (w *Worker) notReady(ctx context.Context) bool {
-	_, err, _ := w.probes.Do("", func() (any, error) {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), scrapeTimeout) // others may wait for it
-		defer cancel()
-		return nil, w.probe(ctx)
-	})
-	return err != nil
-}
-
-// doubt asks for a look at the engine now. Of several doubts at a time the first counts, but that a stall is always told.
-func (w *Worker) doubt(d doubt) {
-	for {
-		select {
-		case w.doubts <- d:
-			return
-		default:
-		}
-		if d.state != cluster.Stalled {
-			return
-		}
-		select {
-		case <-w.doubts:
-		default:
-		}
-	}
-}
-
-// badCall counts a call that failed through the engine's fault; several in a row raise doubt.
-func (w *Worker) badCall(why string) {
-	if w.badCalls.Add(1) >= suspectCalls {
-		w.doubt(doubt{why: why})
-	}
 }

@@ -3,6 +3,7 @@ package worker
 import (
 	"context"
 	"crypto/rand"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -42,15 +43,18 @@ type Worker struct {
 	failed      atomic.Int64
 	doubts      chan doubt    // the engine should be looked at now
 	suspects    chan struct{} // holds one element while a suspect starts
-	badCalls    atomic.Int32
+	health      health
+	shape       shape
 	probes      singleflight.Group
 	ended       endedJobs
+	binds       chan []binding
 	consumerSeq atomic.Int64
 
 	mu       sync.Mutex // guards what follows
 	state    cluster.WorkerState
 	reason   string
-	halted   error // why no attempt may run now, nil if they may
+	since    time.Time // of state
+	halted   error     // why no attempt may run now, nil if they may
 	kind     engine.Kind
 	models   map[job.Model]*served
 	source   string
@@ -77,9 +81,9 @@ func New(cfg Config, deps Deps) (*Worker, error) {
 	id := job.Worker(cfg.Name + "-" + strings.ToLower(rand.Text()[:8]))
 	log := deps.Log.With("worker", id)
 	w := &Worker{
-		cfg: cfg, deps: deps, id: id, host: host, log: log, begun: time.Now(),
+		cfg: cfg, deps: deps, id: id, host: host, log: log, begun: time.Now(), since: time.Now(),
 		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: log},
-		doubts:  make(chan doubt, 1), suspects: make(chan struct{}, 1), state: cluster.Starting, reason: "the engine has not answered yet",
+		doubts:  make(chan doubt, 1), suspects: make(chan struct{}, 1), binds: make(chan []binding, maxBinds), state: cluster.Starting, reason: "the engine has not answered yet",
 		models: map[job.Model]*served{}, attempts: map[job.ID]context.CancelCauseFunc{},
 	}
 	var err error
@@ -115,8 +119,16 @@ func (w *Worker) Run(ctx context.Context) error {
 	}
 	var deliveries sync.WaitGroup
 	var g errgroup.Group
+	if w.watchesGPUs() {
+		g.Go(func() error { return w.deps.GPUs.Run(run) })
+	}
+	if err := w.awaitGPUs(ctx); err != nil {
+		stop()
+		return errors.Join(err, g.Wait())
+	}
 	g.Go(func() error { return w.deps.Cluster.Announce(run, w.beat) })
 	g.Go(func() error { w.dropEnded(run); return nil })
+	g.Go(func() error { w.writeBinds(run); return nil })
 	g.Go(func() error { w.watchProgress(run); return nil })
 	g.Go(func() error { w.probeQuiet(run); return nil })
 	g.Go(func() error {

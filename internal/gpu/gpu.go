@@ -30,14 +30,17 @@ const (
 // GPU is what one GPU says of itself.
 type GPU struct {
 	// Index is NVML's, which counts by PCI address. CUDA counts alike with CUDA_DEVICE_ORDER=PCI_BUS_ID, and where all GPUs are of one model.
-	Index       int
-	UUID, Model string
+	Index int
+	UUID  string
+	Model string
 	// MemoryTotal and MemoryUsed in bytes; Utilization 0..1 of the last period that the driver measured; Temperature in degrees Celsius.
-	MemoryTotal, MemoryUsed uint64
-	Utilization             float64
-	Temperature             int
+	MemoryTotal uint64
+	MemoryUsed  uint64
+	Utilization float64
+	Temperature int
 	// ECCUncorrected counts uncorrectable memory errors since the driver was loaded, 0 also for a GPU without ECC. Xid is the last Xid error's number, 0 if none was told.
-	ECCUncorrected, Xid uint64
+	ECCUncorrected uint64
+	Xid            uint64
 	// Fault is why the GPU must not be used; "" if it may.
 	Fault string
 	// Stale: the driver has not answered for a while. The other fields are its last answer.
@@ -78,6 +81,9 @@ type Watcher struct {
 	log    *slog.Logger
 	states map[string]*state // by UUID; of the reading goroutine alone
 
+	first     chan struct{} // closed once it is known what GPUs there are
+	closeOnce sync.Once
+
 	mu   sync.Mutex // guards what follows
 	gpus []GPU
 	read time.Time // when gpus were read; zero before the first time
@@ -97,7 +103,7 @@ type state struct {
 func New(cfg Config, log *slog.Logger) *Watcher { return newWatcher(newDriver(), cfg, log) }
 
 func newWatcher(d driver, cfg Config, log *slog.Logger) *Watcher {
-	return &Watcher{driver: d, every: cmp.Or(cfg.Every, defaultEvery), reopen: reopenAfter, log: log, states: map[string]*state{}}
+	return &Watcher{driver: d, every: cmp.Or(cfg.Every, defaultEvery), reopen: reopenAfter, log: log, states: map[string]*state{}, first: make(chan struct{})}
 }
 
 // Run reads until ctx ends. A driver that blocks at that moment is left behind: its goroutine ends when it comes back, or with the process.
@@ -130,6 +136,9 @@ func (w *Watcher) GPUs() []GPU {
 	return all
 }
 
+// First is closed once it is known what GPUs there are: after the first reading, or when there is nothing to read.
+func (w *Watcher) First() <-chan struct{} { return w.first }
+
 // follow reads while ctx lives and there is anything to read.
 func (w *Watcher) follow(ctx context.Context) {
 	said := false
@@ -138,6 +147,7 @@ func (w *Watcher) follow(ctx context.Context) {
 		switch {
 		case errors.Is(err, errNone) && len(w.states) == 0: // else a GPU that was there may come back
 			w.log.Info("no GPU facts", "err", err)
+			w.known()
 			return
 		case err != nil:
 			if !said {
@@ -154,12 +164,15 @@ func (w *Watcher) follow(ctx context.Context) {
 	}
 }
 
+func (w *Watcher) known() { w.closeOnce.Do(func() { close(w.first) }) }
+
 // session reads until ctx ends, or until the driver must be opened anew because a GPU is lost: NVML never finds one again that has left.
 func (w *Watcher) session(ctx context.Context) {
 	opened := time.Now()
 	var told []xidError
 	for ctx.Err() == nil {
 		lost := w.take(w.driver.Read(), told)
+		w.known()
 		if lost && time.Since(opened) > w.reopen {
 			return
 		}

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"net/url"
 	"strings"
 	"time"
@@ -20,6 +21,7 @@ import (
 	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/engine"
+	"github.com/millrace/millrace/internal/gpu"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/relay"
 	"github.com/millrace/millrace/internal/results"
@@ -169,10 +171,23 @@ func (b *Backbone) Worker(cfg worker.Config, e engine.Config, reg prometheus.Reg
 	if err != nil {
 		return nil, fmt.Errorf("reaching the engine: %w", err)
 	}
+	if len(cfg.GPUs) == 0 && !here(e.URL) { // the GPUs of this machine are not the engine's
+		cfg.GPUs = []string{worker.NoGPUs}
+	}
 	return worker.New(cfg, worker.Deps{
-		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay, Engine: eng,
+		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay, Engine: eng, GPUs: gpu.New(gpu.Config{}, log),
 		Registerer: reg, Log: log, Version: b.version, Process: b.process,
 	})
+}
+
+// here tells whether a URL is of this machine.
+func here(rawURL string) bool {
+	u, err := url.Parse(rawURL)
+	if err != nil {
+		return false
+	}
+	ip, err := netip.ParseAddr(u.Hostname())
+	return u.Hostname() == "localhost" || err == nil && ip.IsLoopback()
 }
 
 // await calls open until it works, fails for good, or ctx ends.
