@@ -3,6 +3,7 @@ package engine
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"time"
 
 	"github.com/millrace/millrace/internal/job"
@@ -51,7 +52,7 @@ func (e *Engine) Abilities(ctx context.Context, m job.Model) Abilities {
 		if v, ok := s.verdict(m); ok { // of one who was quicker
 			return v, nil
 		}
-		ctx, cancel := context.WithTimeout(ctx, abilityTimeout)
+		probing, cancel := context.WithTimeout(ctx, abilityTimeout)
 		defer cancel()
 		v := verdict{Abilities: known}
 		sure := true
@@ -59,7 +60,7 @@ func (e *Engine) Abilities(ctx context.Context, m job.Model) Abilities {
 			if !may {
 				return false
 			}
-			does, certain := e.accepts(ctx, m, endpoint, rest)
+			does, certain := e.accepts(probing, m, endpoint, rest)
 			sure = sure && certain
 			return does
 		}
@@ -67,7 +68,10 @@ func (e *Engine) Abilities(ctx context.Context, m job.Model) Abilities {
 			`,"messages":[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hello"}],"continue_final_message":true,"add_generation_prompt":false,"max_tokens":1}`)
 		// An engine that does not order by priority refuses any but 0. Completions need no chat template, so every model that generates has them.
 		v.Priority = try(s.mayPrioritize, job.Completions, `,"prompt":"Hi","max_tokens":1,"priority":1}`)
-		if !sure {
+		switch {
+		case errors.Is(ctx.Err(), context.Canceled): // nobody wants to know any more, which says nothing of the engine
+			return v.Abilities, nil
+		case !sure:
 			v.until = time.Now().Add(doubtFor)
 		}
 		s.mu.Lock()

@@ -1,6 +1,11 @@
 // Package engine speaks to inference engines over HTTP: what an engine is, what it serves, how full it is, and the calls that do the work. It also starts and
 // supervises an engine's process.
 //
+// # Kinds
+//
+// Each kind of engine is a file of its own, a driver in the table of kind.go: how it is recognized, where its health is, how its load and shape are read, and what it can
+// do. A new kind is one file, one line of the table, its pages in testdata, and a row of the conformance test.
+//
 // # Bytes
 //
 // A request body is sent as it is, and every event of a stream keeps its raw bytes. An [Assembler] builds the answer that the engine would have given without

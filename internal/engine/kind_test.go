@@ -189,8 +189,29 @@ func TestAnEngineThatFailsHasNoAbilitiesForNow(t *testing.T) {
 	if n := probes.Load(); n != 2 {
 		t.Errorf("%d probes, want 2", n)
 	}
+}
+
+func TestACallerThatLeavesDecidesNothing(t *testing.T) {
+	t.Parallel()
+	var block atomic.Bool
+	block.Store(true)
 	ctx, cancel := context.WithCancel(t.Context())
-	cancel()
+	e := start(t, engine.Config{Kind: engine.VLLM}, routes{"POST /": func(w http.ResponseWriter, r *http.Request) {
+		if block.Load() {
+			cancel()
+			_, _ = io.Copy(io.Discard, r.Body) // so that the server sees who leaves
+			<-r.Context().Done()
+			return
+		}
+		_, _ = io.WriteString(w, oneToken)
+	}})
+	if got := e.Abilities(ctx, "m"); got != completions {
+		t.Errorf("abilities %+v", got)
+	}
+	block.Store(false)
+	if got := e.Abilities(t.Context(), "m"); got != everything {
+		t.Errorf("abilities %+v", got)
+	}
 	if got := client(t, engine.Config{URL: "http://127.0.0.1:1"}).Abilities(ctx, "m"); got != (engine.Abilities{}) {
 		t.Errorf("an engine that is not there has %+v", got)
 	}
