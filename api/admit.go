@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/millrace/millrace/internal/admission"
+	"github.com/millrace/millrace/internal/affinity"
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
@@ -14,36 +15,59 @@ import (
 // settleTime is for how long after its start, or after its connection came back, a process may not yet have heard of every model: an unknown one is looked for again until then.
 const settleTime = 1500 * time.Millisecond
 
-// admit decides whether a new job may enter, and in which lane it waits.
-func (s *Server) admit(ctx context.Context, t job.Tenant, r *request, live bool) (queue.Lane, error) {
+// admit decides whether a new job may enter, and where it waits. j is the job but for its id and times, r its request.
+func (s *Server) admit(ctx context.Context, j *job.Job, r *request, live bool) (place, error) {
 	if err := s.queueAnswers(ctx); err != nil {
-		return "", err
+		return place{}, err
 	}
 	known, ok, err := s.known(ctx, r.model)
 	if err != nil {
-		return "", err
+		return place{}, err
 	}
-	v := admission.View{Known: ok, Largest: known.Largest, DoneFill: s.fills.doneFill(ctx), JobsPerSecond: s.pace.of(r.model)}
-	if ok && !live {
-		s.outlook(ctx, t, r.model, &v)
+	now := time.Now()
+	v := admission.View{Known: ok, Largest: known.Largest, DoneFill: s.fills.doneFill(ctx), JobsPerSecond: s.pace.of(r.model), MaxWait: s.cfg.MaxInteractiveWait}
+	switch {
+	case ok && !live:
+		s.outlook(ctx, j.Tenant, r.model, &v)
+	case ok && v.MaxWait > 0:
+		v.Pressure = s.pressure(r.model, now)
+	}
+	var at place
+	warmth := affinity.Off
+	if ok {
+		v.Warm, at.left, warmth = s.warmth.find(ctx, s.deps.Cluster.Members(), j, r.object)
 	}
 	d := admission.Decide(admission.Request{
-		Tenant: t, Model: r.model, Endpoint: r.endpoint, Body: r.object, Size: int64(len(r.body)), Live: live,
+		Tenant: j.Tenant, Model: r.model, Endpoint: r.endpoint, Body: r.object, Size: int64(len(r.body)), Live: live,
 	}, v)
 	if d.Refuse != nil {
+		at.leave()
 		status := http.StatusBadRequest
 		switch d.Refuse.CodeOf() {
 		case job.CodeModelNotFound:
 			status = http.StatusNotFound
 		case job.CodeQueueFull, job.CodeRateLimit:
 			status = http.StatusTooManyRequests
+			s.metrics.refuse(d.Refuse.CodeOf())
+			if live {
+				s.metrics.submit("live", "refused")
+			}
 		}
-		return "", &failure{status: status, body: d.Refuse}
+		return place{}, &failure{status: status, body: d.Refuse, after: d.After}
 	}
-	if d.Lane == admission.TenantLine {
-		return queue.TenantLane(t), nil
+	s.metrics.affinity.WithLabelValues(string(warmth)).Inc()
+	if live {
+		s.pace.came(now, r.model, j.Expected(), true)
 	}
-	return queue.AnyLane, nil
+	switch d.Lane {
+	case admission.WorkerLane:
+		at.lane = queue.WorkerLane(d.Worker)
+	case admission.TenantLine:
+		at.lane = queue.TenantLane(j.Tenant)
+	default:
+		at.lane = queue.AnyLane
+	}
+	return at, nil
 }
 
 // outlook fills in what is known of a model's durable stream: by the leading dispatcher's word, or, without one, by an own look.

@@ -49,19 +49,21 @@ func (s *Server) complete(endpoint job.Endpoint) echo.HandlerFunc {
 			return err
 		}
 		durable := prefer.async || c.Request().Header.Get(headerKey) != ""
-		lane, err := s.admit(c.Request().Context(), j.Tenant, r, !durable)
-		if err != nil {
+		sub := &submission{job: j, body: body, deadline: s.cfg.DefaultDeadline}
+		at, err := s.admit(c.Request().Context(), &j, r, !durable)
+		if err != nil && (!durable || !sub.refuse(err)) {
 			return err
 		}
 		if !durable {
-			return s.answerLive(c, j, r, release)
+			defer at.leave()
+			return s.answerLive(c, j, r, at.lane, release)
 		}
-		d, err := dedupeOf(c, body)
-		if err != nil {
+		sub.lane = at.lane
+		if sub.dedupe, err = dedupeOf(c, body); err != nil {
 			return err
 		}
-		j.Events = r.stream
-		v, err := s.submit(c.Request().Context(), j.Tenant, &submission{job: j, body: body, lane: lane, deadline: s.cfg.DefaultDeadline, dedupe: d})
+		sub.job.Events = r.stream
+		v, err := s.submit(c.Request().Context(), j.Tenant, sub)
 		if err != nil {
 			return err
 		}

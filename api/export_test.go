@@ -9,6 +9,7 @@ import (
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/results"
 )
 
 // Publisher lets a test stand between the server and its queue.
@@ -34,7 +35,14 @@ func (s *Server) Routes() []*echo.Route { return s.echo.Routes() }
 // AddRoute adds a route, to see what happens around its handler.
 func (s *Server) AddRoute(path string, h echo.HandlerFunc) { s.echo.GET(path, h) }
 
+// Ahead is what goes before a job: jobs, and their tokens; false if nobody knows.
+func Ahead(j *job.Job, p *results.Place, q *cluster.QueueInfo, mean float64) (jobs int, tokens float64, known bool) {
+	a, ok := aheadOf(j, p, q, mean)
+	return a.jobs, a.tokens, ok
+}
+
 var (
+	UntilRoom   = untilRoom
 	HashBody    = hashBody
 	MendError   = mendError
 	ValidJSON   = validJSON
@@ -55,6 +63,16 @@ type Pace struct{ p *pace }
 
 // NewPace has measured nothing.
 func NewPace() Pace { return Pace{newPace()} }
+
+func (p Pace) Came(now time.Time, m job.Model, expected job.Tokens, live bool) {
+	p.p.came(now, m, expected, live)
+}
+
+func (p Pace) Since(m job.Model, t time.Time) (job.Tokens, float64) { return p.p.since(m, t) }
+
+func (p Pace) Tokens(m job.Model, workers []cluster.Member, mean float64) float64 {
+	return p.p.tokens(m, workers, mean)
+}
 
 func (p Pace) Observe(now time.Time, workers []cluster.Member) { p.p.observe(now, workers) }
 func (p Pace) Of(m job.Model) float64                          { return p.p.of(m) }

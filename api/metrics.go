@@ -7,6 +7,8 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/millrace/millrace/internal/job"
 )
 
 // metrics of the role. Labels come from closed sets.
@@ -14,6 +16,8 @@ type metrics struct {
 	requests *prometheus.CounterVec
 	seconds  *prometheus.HistogramVec
 	submits  *prometheus.CounterVec
+	refusals *prometheus.CounterVec
+	affinity *prometheus.CounterVec
 	streams  prometheus.Gauge
 	panics   prometheus.Counter
 }
@@ -30,6 +34,13 @@ func newMetrics(r prometheus.Registerer, h *held) (*metrics, error) {
 		submits: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "millrace_api_submits_total", Help: "Jobs that wanted to enter, by stream (work, live) and what became of them (stored, repeated, refused, unavailable).",
 		}, []string{"stream", "result"}),
+		refusals: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "millrace_api_refused_total", Help: "Jobs and calls refused with 429, by the error code that says which limit.",
+		}, []string{"code"}),
+		affinity: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: "millrace_affinity_total",
+			Help: "Jobs let in, by what came of the look for a worker that has their prompt in its KV cache: hit, spill (it is overloaded or gone), miss (none is known), off (no look was taken).",
+		}, []string{"result"}),
 		streams: prometheus.NewGauge(prometheus.GaugeOpts{Name: "millrace_api_event_streams", Help: "Open event streams of jobs."}),
 		panics:  prometheus.NewCounter(prometheus.CounterOpts{Name: "millrace_api_panics_total", Help: "Handlers that panicked: each is a bug."}),
 	}
@@ -39,7 +50,7 @@ func newMetrics(r prometheus.Registerer, h *held) (*metrics, error) {
 	calls := prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 		Name: "millrace_api_held_calls", Help: "Calls that are answered on their own connection and are not answered yet.",
 	}, func() float64 { return float64(h.len()) })
-	for _, c := range []prometheus.Collector{m.requests, m.seconds, m.submits, m.streams, m.panics, calls} {
+	for _, c := range []prometheus.Collector{m.requests, m.seconds, m.submits, m.refusals, m.affinity, m.streams, m.panics, calls} {
 		if err := r.Register(c); err != nil {
 			return nil, fmt.Errorf("registering the API's metrics: %w", err)
 		}
@@ -58,3 +69,5 @@ func (m *metrics) request(route, method string, status int, took time.Duration) 
 }
 
 func (m *metrics) submit(stream, result string) { m.submits.WithLabelValues(stream, result).Inc() }
+
+func (m *metrics) refuse(code job.Code) { m.refusals.WithLabelValues(string(code)).Inc() }

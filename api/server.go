@@ -52,6 +52,14 @@ type Config struct {
 	DrainTimeout time.Duration
 	// WriteTimeout cuts a client that does not read for so long. Default 60 s.
 	WriteTimeout time.Duration
+	// ContinueWithin is how long a stream that broke off waits for a worker that continues it, before its client is told that it ends. Default 15 s.
+	ContinueWithin time.Duration
+	// Limits bound the durable work that is accepted; 0 is no limit. A job that was accepted is never refused later.
+	Limits results.Limits
+	// MaxInteractiveWait is the longest expected wait of a call answered on its connection, when all workers of its model are busy: beyond it the call is refused. 0 refuses none.
+	MaxInteractiveWait time.Duration
+	// NoPrefixAffinity looks for no worker that has the beginning of a prompt in its KV cache. Sessions are looked for all the same.
+	NoPrefixAffinity bool
 	// SessionFromBody takes a call's session from its body's prompt_cache_key or user where no header gives one.
 	SessionFromBody bool
 }
@@ -64,9 +72,10 @@ func (c Config) withDefaults() Config {
 		Listen: "127.0.0.1:8080", ID: job.API(job.NewName("api_", time.Now())),
 		MaxBody: 32 << 20, MaxBodies: max(512<<20, c.MaxBody), MaxHeld: 10_000, KeepAlive: 15 * time.Second,
 		DefaultDeadline: 24 * time.Hour, MaxDeadline: 7 * 24 * time.Hour, DefaultRunTimeout: time.Hour, Retention: 7 * 24 * time.Hour,
-		DrainTimeout: 30 * time.Second, WriteTimeout: time.Minute,
+		DrainTimeout: 30 * time.Second, WriteTimeout: time.Minute, ContinueWithin: 15 * time.Second,
 	}
-	d.APIKey, d.AdminKey, d.Insecure, d.SessionFromBody = c.APIKey, c.AdminKey, c.Insecure, c.SessionFromBody
+	d.Limits, d.MaxInteractiveWait = c.Limits, c.MaxInteractiveWait
+	d.APIKey, d.AdminKey, d.Insecure, d.SessionFromBody, d.NoPrefixAffinity = c.APIKey, c.AdminKey, c.Insecure, c.SessionFromBody, c.NoPrefixAffinity
 	orDefault(&d.Listen, c.Listen)
 	orDefault(&d.ID, c.ID)
 	orDefault(&d.MaxBody, c.MaxBody)
@@ -79,6 +88,7 @@ func (c Config) withDefaults() Config {
 	orDefault(&d.Retention, c.Retention)
 	orDefault(&d.DrainTimeout, c.DrainTimeout)
 	orDefault(&d.WriteTimeout, c.WriteTimeout)
+	orDefault(&d.ContinueWithin, c.ContinueWithin)
 	return d
 }
 
@@ -102,10 +112,14 @@ func (c Config) validate() error {
 		{"retention", c.Retention, time.Minute},
 		{"drain-timeout", c.DrainTimeout, 0},
 		{"write-timeout", c.WriteTimeout, time.Second},
+		{"continue-within", c.ContinueWithin, 0},
 	} {
 		if f.value < f.min {
 			return fmt.Errorf("%s is %v: it must be at least %v", f.name, f.value, f.min)
 		}
+	}
+	if err := c.checkLimits(); err != nil {
+		return err
 	}
 	switch {
 	case c.DefaultDeadline > c.MaxDeadline:
@@ -153,6 +167,7 @@ type Server struct {
 	bodies           *semaphore.Weighted
 	pace             *pace
 	fills            *fills
+	warmth           *warmth
 	held             held
 	publisher        publisher
 	settler          *settle.Settler
@@ -187,6 +202,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 		bodies: semaphore.NewWeighted(cfg.MaxBodies), pace: newPace(), publisher: deps.Queue, closing: make(chan struct{}),
 	}
 	s.fills = newFills(deps.Queue)
+	s.warmth = &warmth{look: deps.Results.Owners, prefixes: !cfg.NoPrefixAffinity, sent: map[job.Worker]*sending{}}
 	s.settler = &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: deps.Log}
 	var err error
 	if s.metrics, err = newMetrics(deps.Registerer, &s.held); err != nil {

@@ -4,19 +4,13 @@ package admission
 
 import (
 	"fmt"
+	"time"
 
 	"github.com/millrace/millrace/internal/job"
 )
 
 // FullAt is the share of a stream's limit, 0..1, at which new jobs are refused: the rest is kept for moves, retries and outcomes.
 const FullAt = 0.8
-
-// MinDeep is the least number of jobs in the shared lane from which on newcomers wait in their tenant's line. DeepSeconds is the measured work in seconds
-// that the shared lane holds at least before it counts as deep: as much as the dispatcher keeps in it.
-const (
-	MinDeep     = 64
-	DeepSeconds = 4
-)
 
 // Request is a job that wants to enter.
 type Request struct {
@@ -44,21 +38,21 @@ type View struct {
 	Shared, TenantWaiting int
 	// JobsPerSecond is how fast the model's jobs end lately; 0 is unknown.
 	JobsPerSecond float64
+	// Warm is the worker that has the job's prompt in its KV cache and is not overloaded; "" if there is none.
+	Warm job.Worker
+	// Pressure on the model's workers, and the longest wait for a first token that is let in; 0 lets all in. They count for live jobs alone.
+	Pressure Pressure
+	MaxWait  time.Duration
 }
-
-// Lane names where a job waits.
-type Lane string
-
-// The lanes. Shared is pulled by every worker of the model; from TenantLine the dispatcher moves jobs to Shared.
-const (
-	Shared     Lane = "shared"
-	TenantLine Lane = "tenant"
-)
 
 // Decision is Lane, or a refusal.
 type Decision struct {
-	Lane   Lane
+	Lane Lane
+	// Worker is the one whose lane a WorkerLane is.
+	Worker job.Worker
 	Refuse *job.Error
+	// After is when it is worth coming again after a refusal; 0 is unknown.
+	After time.Duration
 }
 
 // Decide tells what becomes of r. The reasons to refuse are tried from the client's own mistakes to the platform's troubles, so that a request which can
@@ -79,11 +73,14 @@ func Decide(r Request, v View) Decision {
 		return Decision{Refuse: refusal(job.TypeRateLimit, job.CodeQueueFull, "",
 			fmt.Sprintf("The queue of %q is %.0f %% full: try again later.", r.Model, v.WorkFill*100))}
 	}
-	deep := max(MinDeep, int(DeepSeconds*v.JobsPerSecond))
-	if !r.Live && v.Leader && (v.TenantWaiting > 0 || v.Shared >= deep) {
-		return Decision{Lane: TenantLine}
+	if r.Live {
+		if d, ok := overload(r.Model, v.Pressure, v.MaxWait); ok {
+			return d
+		}
 	}
-	return Decision{Lane: Shared}
+	var d Decision
+	d.Lane, d.Worker = lane(r, v)
+	return d
 }
 
 // tooLong refuses what surely fits no worker. The body's length is looked at first, because it is at hand: only one that seems too long is measured.

@@ -24,7 +24,7 @@ type Pressure struct {
 
 // Wait is how long a new call is expected to wait for its first token; false where nothing is known: a worker has room, none is there to be measured, or none has been measured yet.
 func (p Pressure) Wait() (time.Duration, bool) {
-	if p.Ready == 0 || p.Busy < p.Ready || p.Rate <= 0 {
+	if p.Ready == 0 || p.Busy < p.Ready || !(p.Rate > 0) {
 		return 0, false
 	}
 	return Drain(p.Ahead, p.Rate) + p.TTFT, true
@@ -34,7 +34,7 @@ func (p Pressure) Wait() (time.Duration, bool) {
 func Drain(tokens job.Tokens, rate float64) time.Duration {
 	const most = 365 * 24 * time.Hour
 	seconds := float64(max(0, tokens)) / rate
-	if !(seconds < most.Seconds()) { // also what is no number
+	if seconds >= most.Seconds() {
 		return most
 	}
 	return time.Duration(seconds * float64(time.Second))
@@ -52,7 +52,15 @@ func overload(m job.Model, p Pressure, most time.Duration) (Decision, bool) {
 		workers = fmt.Sprintf("The one ready worker of %.100q is", m)
 	}
 	return Decision{After: after, Refuse: refusal(job.TypeRateLimit, job.CodeRateLimit, "", fmt.Sprintf(
-		"%s over %.0f %% loaded, and about %d tokens wait, of which %.3g are done per second: this call would wait about %.0f s, and at most %.0f s are allowed. Try again in about %.0f s, or send it as a job, which may wait.",
-		workers, BusyAt*100, p.Ahead, p.Rate, wait.Seconds(), most.Seconds(), math.Ceil(after.Seconds()),
+		"%s over %.0f %% loaded, and about %d tokens wait, of which %s are done per second: this call would wait about %.0f s, and at most %.0f s are allowed. Try again in about %.0f s, or send it as a job, which may wait.",
+		workers, BusyAt*100, p.Ahead, perSecond(p.Rate), wait.Seconds(), most.Seconds(), math.Ceil(after.Seconds()),
 	))}, true
+}
+
+// perSecond is a rate as people read it.
+func perSecond(rate float64) string {
+	if rate < 10 {
+		return fmt.Sprintf("%.1f", rate)
+	}
+	return fmt.Sprintf("%.0f", rate)
 }
