@@ -16,6 +16,7 @@ import (
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/platform"
+	"github.com/millrace/millrace/internal/results"
 	"github.com/millrace/millrace/internal/schedule"
 	"github.com/millrace/millrace/internal/telemetry"
 	"github.com/millrace/millrace/worker"
@@ -89,7 +90,34 @@ func (c *apiFlags) add(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.MaxDeadline, "max-deadline", 7*24*time.Hour, "most total time that a job may ask for")
 	fs.DurationVar(&c.DefaultRunTimeout, "default-run-timeout", time.Hour, "most time of one attempt, of a job that asks for none")
 	fs.DurationVar(&c.DrainTimeout, "drain-timeout", 30*time.Second, "how long open calls may go on after the order to stop")
+	c.addLimits(fs)
+	fs.DurationVar(&c.MaxInteractiveWait, "max-interactive-wait", 30*time.Second, "longest expected wait of a plain call when all workers are busy: beyond it 429; 0 for no bound")
 	fs.BoolVar(&c.SessionFromBody, "session-from-body", false, "take a call's session from its prompt_cache_key or user")
+}
+
+// addLimits adds the limits on what is accepted and has not ended: --max-queued-jobs is one tenant's in one model, …-tenant one tenant's in all, …-model all tenants' in one.
+func (c *apiFlags) addLimits(fs *pflag.FlagSet) {
+	for _, l := range []struct {
+		suffix, whose string
+		jobs          int64
+		amount        *results.Amount
+	}{
+		{"", "of one tenant and model", 1_000_000, &c.Limits.Queue},
+		{"-tenant", "of one tenant, all models together", 0, &c.Limits.Tenant},
+		{"-model", "of one model, all tenants together", 0, &c.Limits.Model},
+	} {
+		fs.Int64Var(&l.amount.Jobs, "max-queued-jobs"+l.suffix, l.jobs, "most accepted jobs "+l.whose+" that have not ended; 0 for no limit")
+		fs.Var((*size)(&l.amount.Bytes), "max-queued-bytes"+l.suffix, "most `bytes` of their requests "+l.whose+" (default no limit)")
+		fs.Int64Var((*int64)(&l.amount.Tokens), "max-queued-tokens"+l.suffix, 0, "most `tokens` that they are expected to need, "+l.whose+"; 0 for no limit")
+	}
+}
+
+func (c *apiFlags) check() error {
+	var errs []error
+	for suffix, a := range map[string]results.Amount{"": c.Limits.Queue, "-tenant": c.Limits.Tenant, "-model": c.Limits.Model} {
+		errs = append(errs, config.AtLeast("max-queued-jobs"+suffix, a.Jobs, 0), config.AtLeast("max-queued-tokens"+suffix, a.Tokens, 0))
+	}
+	return errors.Join(append(errs, config.AtLeast("max-interactive-wait", c.MaxInteractiveWait, 0))...)
 }
 
 // engineFlags say which engine a worker sits beside.

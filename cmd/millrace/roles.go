@@ -38,6 +38,9 @@ On SIGTERM it takes no new connections and finishes the open answers.`,
 		Example: "  millrace api --listen 0.0.0.0:8080 --nats-url nats://nats:4222 --redis-url redis://redis:6379",
 		Args:    args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := role.check(); err != nil {
+				return usageError(cmd, err)
+			}
 			role.Retention = back.Queue.Retention
 			return runRole(cmd, p, "api", &proc, &back, func(b *platform.Backbone, reg prometheus.Registerer, log *slog.Logger) (service, error) {
 				s, err := b.API(role.Config, reg, log)

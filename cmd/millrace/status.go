@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -21,7 +22,8 @@ func newStatus(p *program) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "status", Short: "One page: what waits, what runs, and why anything does not move",
 		Long: `Show, for each model, how many jobs wait and run and what keeps the next one from
-starting; and each worker with how full its engine's KV cache is.`,
+starting; and each worker with how full its engine's KV cache is, how soon it would
+begin a job (and the level at which it pulls: the lowest gets work first), and its GPUs.`,
 		Example: "  millrace status\n  millrace status -o json\n  watch millrace status", Args: args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := conn.open()
@@ -52,21 +54,23 @@ func status(ctx context.Context, w io.Writer, c *client.Client, out output) erro
 			Workers []client.Worker     `json:"workers"`
 		}{queues, workers})
 	}
-	return printStatus(w, queues, workers)
+	return printStatus(w, time.Now(), queues, workers)
 }
 
-func printStatus(w io.Writer, queues []client.ModelQueue, workers []client.Worker) error {
+func printStatus(w io.Writer, now time.Time, queues []client.ModelQueue, workers []client.Worker) error {
 	if len(queues) == 0 && len(workers) == 0 {
 		_, err := fmt.Fprintln(w, "no model is known and no worker is here: start one with `millrace worker --engine URL`")
 		return err
 	}
-	rows := [][]string{{"MODEL", "WAITING", "RUNNING", "JOBS/S", "WORKERS", "WHY JOBS WAIT"}}
+	rows := [][]string{{"MODEL", "WAITING", "TOKENS", "RUNNING", "JOBS/S", "TOKENS/S", "LAST STARTS", "LIMIT", "WORKERS", "WHY JOBS WAIT"}}
 	for _, q := range queues {
 		why := ""
 		if q.Reason != nil {
 			why = because(*q.Reason)
 		}
-		rows = append(rows, []string{string(q.Model), waiting(q), count(q.Running), fmt.Sprintf("%.1f", q.JobsPerSecond), states(q.Workers), why})
+		rows = append(rows, []string{
+			string(q.Model), waiting(q), count(q.WaitingTokens), runs(q), fmt.Sprintf("%.1f", q.JobsPerSecond), rate(q), last(q), limit(q), states(q.Workers), why,
+		})
 	}
 	if err := table(w, rows); err != nil {
 		return err
@@ -75,30 +79,138 @@ func printStatus(w io.Writer, queues []client.ModelQueue, workers []client.Worke
 		_, err := fmt.Fprintln(w, "\nno workers")
 		return err
 	}
-	rows = [][]string{{"WORKER", "STATE", "KV CACHE", "", "RUNNING", "TOKENS/S", "DONE", "FAILED", "ENGINE"}}
+	if _, err := fmt.Fprintln(w); err != nil {
+		return err
+	}
+	if err := printWorkers(w, now, workers); err != nil {
+		return err
+	}
+	return printGPUs(w, workers)
+}
+
+// printWorkers prints a table that fits 120 columns, and a line for each that a person should look at.
+func printWorkers(w io.Writer, now time.Time, workers []client.Worker) error {
+	head := []string{"WORKER", "STATE", "SINCE", "KV CACHE", "", "LOAD", "TTFT", "RUNNING", "TOKENS/S", "DONE", "FAILED", "ENGINE"}
+	differ := slices.ContainsFunc(workers, func(wk client.Worker) bool { return !slices.Equal(wk.Models, workers[0].Models) })
+	if differ { // else the models stand above
+		head = append(head, "MODELS")
+	}
+	rows := [][]string{head}
+	var notes []string
 	for _, wk := range workers {
 		share := 0.0
 		if wk.Capacity > 0 {
 			share = 1 - float64(wk.Free)/float64(wk.Capacity)
 		}
-		used := fmt.Sprintf("%.0f%% of %s", 100*share, count(wk.Capacity))
-		if wk.Source == "estimated" {
-			used += " (estimated)"
+		row := []string{
+			wk.Name, wk.State, since(now, wk.StateSince), bar(share, 10), fmt.Sprintf("%.0f%% of %s", 100*share, count(wk.Capacity)), fmt.Sprintf("%.0f%%", 100*wk.Load),
+			expected(wk), runningJobs(wk), fmt.Sprintf("%.0f", wk.TokensPerSecond), count(wk.Completed), count(wk.Failed), strings.TrimSpace(wk.Engine + " " + shape(wk.Shape)),
 		}
-		state := wk.State
-		if wk.Reason != "" {
-			state += ": " + oneLine(wk.Reason)
+		if differ {
+			row = append(row, models(wk))
 		}
-		rows = append(rows, []string{
-			wk.Name, state, bar(share, 12), used, count(wk.Running), fmt.Sprintf("%.0f", wk.TokensPerSecond), count(wk.Completed), count(wk.Failed),
-			wk.Engine + " " + models(wk),
-		})
+		rows = append(rows, row)
+		if n := note(wk); n != "" {
+			notes = append(notes, wk.Name+": "+n)
+		}
+	}
+	if err := table(w, rows); err != nil {
+		return err
+	}
+	if len(notes) == 0 {
+		return nil
+	}
+	_, err := fmt.Fprintln(w, "\n"+strings.Join(notes, "\n"))
+	return err
+}
+
+// since is for how long a state lasts.
+func since(now time.Time, began float64) string {
+	if began == 0 { // an older worker, which does not tell
+		return ""
+	}
+	return short(now.Sub(unixTime(began)).Round(time.Second))
+}
+
+// expected is the expected time to a first token, and the level at which the worker pulls.
+func expected(wk client.Worker) string {
+	if wk.TTFT == 0 {
+		return fmt.Sprintf("- (%d)", wk.Level)
+	}
+	return fmt.Sprintf("%s (%d)", short(time.Duration(wk.TTFT*float64(time.Second))), wk.Level)
+}
+
+// runningJobs tells how many jobs run, of how many that may, and how many are in hand.
+func runningJobs(wk client.Worker) string {
+	s := count(wk.Running)
+	if wk.Limit > 0 {
+		s += "/" + count(wk.Limit)
+	}
+	if wk.InHand > 0 {
+		s += " +" + count(wk.InHand)
+	}
+	return s
+}
+
+// shape names what an engine has more than one of.
+func shape(s client.Shape) string {
+	var parts []string
+	for _, p := range []struct {
+		name string
+		n    int
+	}{{"tp", s.TensorParallel}, {"pp", s.PipelineParallel}, {"dp", s.DataParallel}} {
+		if p.n > 1 {
+			parts = append(parts, p.name+fmt.Sprint(p.n))
+		}
+	}
+	return strings.Join(parts, " ")
+}
+
+// note is what a person should know of a worker, "" if all is well.
+func note(wk client.Worker) string {
+	var parts []string
+	if wk.Reason != "" {
+		parts = append(parts, oneLine(wk.Reason))
+	}
+	if wk.Brake != "" {
+		parts = append(parts, "pulls nothing: "+oneLine(wk.Brake))
+	}
+	if wk.EngineWaiting > 0 {
+		parts = append(parts, plural(wk.EngineWaiting, "request")+" waiting inside the engine")
+	}
+	if wk.FallBacks > 0 {
+		parts = append(parts, fmt.Sprintf("fell back %s, the last probe took %s", plural(int(wk.FallBacks), "time"), short(time.Duration(wk.ProbeSeconds*float64(time.Second)))))
+	}
+	if wk.Source == "estimated" {
+		parts = append(parts, "its engine does not tell its cache: the size is the configured one")
+	}
+	return strings.Join(parts, "; ")
+}
+
+func printGPUs(w io.Writer, workers []client.Worker) error {
+	rows := [][]string{{"WORKER", "GPU", "MODEL", "MEMORY", "BUSY", "TEMP", "FAULT"}}
+	for _, wk := range workers {
+		for _, g := range wk.GPUs {
+			fault := g.Fault
+			if g.Stale {
+				fault = strings.TrimPrefix(fault+"; the driver does not answer", "; ")
+			}
+			rows = append(rows, []string{
+				wk.Name, fmt.Sprint(g.Index), g.Model, fmt.Sprintf("%.1f of %.1f GiB", gib(g.MemoryUsed), gib(g.MemoryTotal)), fmt.Sprintf("%.0f%%", 100*g.Utilization),
+				fmt.Sprintf("%d °C", g.Temperature), fault,
+			})
+		}
+	}
+	if len(rows) == 1 {
+		return nil
 	}
 	if _, err := fmt.Fprintln(w); err != nil {
 		return err
 	}
 	return table(w, rows)
 }
+
+func gib(bytes uint64) float64 { return float64(bytes) / (1 << 30) }
 
 // waiting tells how many jobs wait, and how many of them in their tenants' lines.
 func waiting(q client.ModelQueue) string {
@@ -113,6 +225,41 @@ func waiting(q client.ModelQueue) string {
 		return fmt.Sprintf("%s (%s in line)", count(open+lines), count(lines))
 	}
 	return count(open)
+}
+
+// runs tells how many jobs run, and what they hold of the caches.
+func runs(q client.ModelQueue) string {
+	if q.Running == 0 {
+		return "0"
+	}
+	return fmt.Sprintf("%s (%s tokens)", count(q.Running), count(q.RunningTokens))
+}
+
+// rate is how fast full workers work, as far as that was measured.
+func rate(q client.ModelQueue) string {
+	if q.TokensPerSecond == nil {
+		return "?"
+	}
+	return fmt.Sprintf("%.0f", *q.TokensPerSecond)
+}
+
+// last tells when the last job that waits now starts.
+func last(q client.ModelQueue) string {
+	switch {
+	case q.Reason == nil: // nothing waits
+		return ""
+	case q.ETASeconds == nil:
+		return "?"
+	}
+	return "in " + short(time.Duration(*q.ETASeconds*float64(time.Second)))
+}
+
+// limit tells how much of the fullest limit is in use.
+func limit(q client.ModelQueue) string {
+	if q.LimitFill == nil || q.LimitName == nil {
+		return "none"
+	}
+	return fmt.Sprintf("%.0f%% of %s", 100**q.LimitFill, *q.LimitName)
 }
 
 // states tells how many workers are in each state.
@@ -141,6 +288,7 @@ func models(w client.Worker) string {
 var reasons = map[string]string{
 	"dispatching":       "it starts at once",
 	"saturated":         "every worker is full",
+	"limit":             "every worker holds back, though its cache has room",
 	"starting":          "the workers' engines are starting",
 	"stalled":           "the workers' engines make no progress",
 	"unready":           "the workers' engines do not answer",

@@ -85,7 +85,7 @@ func (f *upFlags) check() error {
 		f.data = filepath.Join(base, "millrace")
 	}
 	return errors.Join(
-		f.back.check(), f.eng.check(), f.worker.check(), f.emu.check(),
+		f.back.check(), f.api.check(), f.eng.check(), f.worker.check(), f.emu.check(),
 		config.OneOf("durability", f.durability, "always", "relaxed"), config.Between("workers", f.workers, 1, 64),
 	)
 }

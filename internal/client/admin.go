@@ -9,23 +9,68 @@ import (
 
 // Worker is a live worker as the API sees it.
 type Worker struct {
-	ID       job.Worker  `json:"id"`
-	Name     string      `json:"name"`
-	State    string      `json:"state"`
-	Reason   string      `json:"reason,omitempty"`
-	Models   []job.Model `json:"models"`
-	Engine   string      `json:"engine"`
-	Capacity job.Tokens  `json:"kv_capacity"`
-	Free     job.Tokens  `json:"kv_free"`
+	ID    job.Worker `json:"id"`
+	Name  string     `json:"name"`
+	State string     `json:"state"`
+	// Reason of the state, StateSince when it began, in unix seconds by the worker's clock; FallBacks is how often the engine stopped being ready.
+	Reason     string  `json:"reason,omitempty"`
+	StateSince float64 `json:"state_since"`
+	FallBacks  int64   `json:"fall_backs"`
+	// ProbeSeconds is what the engine's last one-token completion took.
+	ProbeSeconds float64     `json:"probe_seconds"`
+	Models       []job.Model `json:"models"`
+	Engine       string      `json:"engine"`
+	Shape        Shape       `json:"shape"`
+	GPUs         []GPU       `json:"gpus,omitempty"`
+	Capacity     job.Tokens  `json:"kv_capacity"`
+	Free         job.Tokens  `json:"kv_free"`
+	// FreeRank is the largest free room in one data-parallel rank, Largest the longest request that fits.
+	FreeRank job.Tokens `json:"kv_free_rank"`
+	Largest  job.Tokens `json:"largest"`
 	// Source of Capacity: engine or estimated.
-	Source          string  `json:"capacity_source"`
+	Source string `json:"capacity_source"`
+	// Load is the share in use of what may be, 0 to 1 and more; Level, 0 to 9, is how late the worker comes to work, the lowest first; TTFT is the expected time to a first token in seconds.
+	Load  float64 `json:"load"`
+	Level int     `json:"level"`
+	TTFT  float64 `json:"expected_ttft_seconds"`
+	// Running jobs, Limit on them (0 is none), InHand those pulled and not started, EngineWaiting what waits inside the engine. Brake is why nothing is pulled though there is room.
 	Running         int     `json:"running"`
+	Limit           int     `json:"concurrency_limit,omitempty"`
 	InHand          int     `json:"in_hand"`
+	EngineWaiting   int     `json:"engine_waiting"`
+	Brake           string  `json:"brake,omitempty"`
 	TokensPerSecond float64 `json:"tokens_per_second"`
 	Completed       int64   `json:"completed"`
 	Failed          int64   `json:"failed"`
 	Version         string  `json:"version,omitempty"`
 	Host            string  `json:"host,omitempty"`
+}
+
+// Shape is how an engine is spread over GPUs.
+type Shape struct {
+	TensorParallel   int `json:"tensor_parallel"`
+	PipelineParallel int `json:"pipeline_parallel"`
+	DataParallel     int `json:"data_parallel"`
+	// Devices by index or UUID, nil if they are not known.
+	Devices []string `json:"devices,omitempty"`
+}
+
+// GPU is one of an engine's.
+type GPU struct {
+	Index int    `json:"index"`
+	UUID  string `json:"uuid"`
+	Model string `json:"model"`
+	// MemoryTotal and MemoryUsed in bytes, Utilization 0 to 1, Temperature in degrees Celsius.
+	MemoryTotal uint64  `json:"memory_total"`
+	MemoryUsed  uint64  `json:"memory_used"`
+	Utilization float64 `json:"utilization"`
+	Temperature int     `json:"temperature"`
+	// ECCUncorrected counts uncorrectable memory errors since the driver was loaded; Xid is the last Xid error.
+	ECCUncorrected uint64 `json:"ecc_uncorrected"`
+	Xid            uint64 `json:"xid,omitempty"`
+	// Fault is why it must not be used, "" if it may. Stale: the driver has not answered for a while.
+	Fault string `json:"fault,omitempty"`
+	Stale bool   `json:"stale,omitempty"`
 }
 
 // Workers lists the live workers. It needs the admin key where one is configured.
@@ -47,6 +92,19 @@ type ModelQueue struct {
 	// RunningTokens of CapacityTokens are held by running jobs.
 	RunningTokens  job.Tokens `json:"running_tokens"`
 	CapacityTokens job.Tokens `json:"capacity_tokens"`
+	// Backlog is the durable work that is accepted and has not ended.
+	Backlog struct {
+		Jobs   int64      `json:"jobs"`
+		Bytes  int64      `json:"bytes"`
+		Tokens job.Tokens `json:"tokens"`
+	} `json:"backlog"`
+	// WaitingTokens is what waiting jobs are expected to need, TokensPerSecond how fast full workers get such tokens done, ETASeconds when the last job that waits now starts; nil is unknown.
+	WaitingTokens   job.Tokens `json:"waiting_tokens"`
+	TokensPerSecond *float64   `json:"tokens_per_second"`
+	ETASeconds      *float64   `json:"eta_seconds"`
+	// LimitFill is the largest share of a limit that is in use, LimitName which; nil if there are none.
+	LimitFill *float64 `json:"limit_fill"`
+	LimitName *string  `json:"limit_name"`
 	// WorkFill is the share of the stream's limit in use, 0 to 1.
 	WorkFill      float64 `json:"work_fill"`
 	JobsPerSecond float64 `json:"jobs_per_second"`
