@@ -23,7 +23,8 @@ type Config struct {
 	Order Order
 	// Reserve is the share of the KV cache that is never granted, 0 to below 1. Default 0.03. Negative is refused; to reserve nothing is not wise, and cannot be asked for.
 	Reserve float64
-	// TokenBudget bounds the prompt tokens that are started and not yet computed: the engine's budget of one step. Default 2048.
+	// TokenBudget bounds the prompt tokens that are started and not yet computed; a longer prompt starts when none is. Default 768: less than engines compute in one step, so that
+	// short prompts do not share a step with long ones.
 	TokenBudget job.Tokens
 	// Trickle is the share of starts that the batch class gets while higher classes wait, 0 to 1. Default 0.05; negative is none.
 	Trickle float64
@@ -71,7 +72,7 @@ type Result struct {
 type Wish struct {
 	// Batch is how many at most; 0 is nothing.
 	Batch int
-	// Level is the pull's priority, 0 to 9, the lowest served first: ceil(log2(expected TTFT of a typical job here / 25 ms)).
+	// Level is the pull's priority, 0 to 9, the lowest served first: ceil(log2(expected TTFT of a typical job here x (1 + 8 x load) / 25 ms)).
 	Level int
 	// Busy: something runs or is in hand, so that the level is soon old.
 	Busy bool

@@ -15,20 +15,28 @@ const (
 	block = 16
 	// margin is how many tokens ahead each running sequence is counted: what is reserved to start a job is small, because reserving expected lengths leaves the cache empty.
 	margin = 16
-	// peakQuantile of the answers' lengths is what the check of the future peak expects.
-	peakQuantile = 0.9
+	// peakQuantile of the answers' lengths is what the check of the future peak expects: the sum of many comes near it, and a higher one leaves the cache empty.
+	peakQuantile = 0.5
 	// maxBatch bounds what one pull asks for.
 	maxBatch = 32
 	// topTTFT is the expected TTFT in seconds up to which the level is 0; each level doubles it.
 	topTTFT  = 0.025
 	maxLevel = 9
+	// loadWeight is by how many times the expected TTFT counts more for the level at a full cache: what starts there slows all that runs, and brings the next one closer to waiting.
+	loadWeight = 8
+	// longestStep is the most prompt tokens that an engine computes in one step, as far as silence goes.
+	longestStep = 8192
+	// computedPart is the most of a prompt that is taken as computed before its first token proves it.
+	computedPart = 0.75
+	// rescueAfter is how long after an engine has halted what has no token there yet is given back.
+	rescueAfter = 100 * time.Millisecond
 	// fresh is for how long a job that has started may be missing in what the engine says.
 	fresh = 500 * time.Millisecond
 	// preemptAfter is how long an interactive job is in hand before batch work is given back for it: room that comes by itself is cheaper.
 	preemptAfter = 50 * time.Millisecond
 	// quietLeast is the least silence of an engine that has work which counts as a halt, quietSteps that in expected steps.
-	quietLeast = 150 * time.Millisecond
-	quietSteps = 3
+	quietLeast = 120 * time.Millisecond
+	quietSteps = 2.5
 	// blindStarts is how many sequences run at most while the engine's metrics cannot be read, unless more do already.
 	blindStarts = 8
 	// window is the time without trouble after which a limit that was cut grows again.
@@ -66,13 +74,14 @@ type Scheduler struct {
 	fill      float64 // part of what may be used that is, 1 without preemptions
 
 	// What runs, in the order of starting.
-	running []*Ticket
-	seqs    int
-	held    job.Tokens // by running, prompts and tokens
-	young   job.Tokens // of held, what started so lately that a reading may not show it
-	pending job.Tokens // prompt tokens that are started and not yet computed
-	alive   time.Time  // the last sign of progress
-	doneAt  time.Time  // when the prefill of what started last is expected to end
+	running    []*Ticket
+	seqs       int
+	held       job.Tokens // by running, prompts and tokens
+	young      job.Tokens // of held, what started so lately that a reading may not show it
+	pending    job.Tokens // prompt tokens that are started and not yet computed
+	alive      time.Time  // the last sign of progress
+	doneAt     time.Time  // when the prefill of what started last is expected to end
+	computedAt time.Time  // when a prefill ended last
 
 	// Additive increase, multiplicative decrease.
 	limit   int // 0 is none
@@ -90,8 +99,8 @@ type Scheduler struct {
 // Ticket is a job in hand or running.
 type Ticket struct {
 	Ask Ask
-	// Preemptible jobs of the batch class may be given back for interactive ones. Lane jobs wait for this worker alone.
-	Preemptible, Lane bool
+	// Preemptible jobs of the batch class may be given back for interactive ones, Rescuable ones when the engine halts before their first token. Lane jobs wait for this worker alone.
+	Preemptible, Rescuable, Lane bool
 
 	state   ticketState
 	number  uint64
@@ -134,7 +143,7 @@ func New(cfg Config) (*Scheduler, error) {
 		return nil, fmt.Errorf("schedule: Reserve is %v: want more than 0 and less than 1", cfg.Reserve)
 	}
 	if cfg.TokenBudget == 0 {
-		cfg.TokenBudget = 2048
+		cfg.TokenBudget = 768
 	}
 	if cfg.TokenBudget < 1 {
 		return nil, fmt.Errorf("schedule: TokenBudget is %d: want 1 or more", cfg.TokenBudget)
@@ -271,7 +280,7 @@ func (s *Scheduler) quietAt() time.Time {
 // patience is how long an engine with this much work may be silent: some steps, of which one computes prompts up to the token budget.
 func (s *Scheduler) patience() time.Duration {
 	base, each := s.pace.line()
-	step := max(base, s.pace.token) + each*float64(min(s.pending, s.cfg.TokenBudget))
+	step := max(base, s.pace.token) + each*float64(min(s.pending, longestStep))
 	return max(quietLeast, seconds(quietSteps*step))
 }
 
@@ -294,7 +303,7 @@ func (s *Scheduler) settle(now time.Time) {
 			s.matured(t)
 		}
 		if t.pending && !t.Ask.Streams && !now.Before(t.due) {
-			s.computed(t)
+			s.computed(now, t)
 		}
 	}
 	if s.limit > 0 && now.Sub(s.cutAt) >= window && now.Sub(s.grownAt) >= window {
@@ -312,11 +321,23 @@ func (s *Scheduler) matured(t *Ticket) {
 	}
 }
 
-func (s *Scheduler) computed(t *Ticket) {
+func (s *Scheduler) computed(now time.Time, t *Ticket) {
 	if t.pending {
-		t.pending = false
+		t.pending, s.computedAt = false, now
 		s.pending -= t.prompt
 	}
+}
+
+// ahead is how many prompt tokens a job that starts now finds before it: what is pending, less what of the prompt at hand must be computed by now.
+func (s *Scheduler) ahead(now time.Time) job.Tokens {
+	for _, t := range s.running {
+		if t.pending {
+			base, each := s.pace.line()
+			done := (now.Sub(maxTime(t.started, s.computedAt)).Seconds() - base) / each
+			return s.pending - job.Tokens(min(max(done, 0), computedPart*float64(t.prompt)))
+		}
+	}
+	return 0
 }
 
 // capacity is the whole KV cache, usable the part of it that may be filled.
@@ -364,6 +385,17 @@ func (s *Scheduler) freeRank() (room float64, rank int) {
 	return room, rank
 }
 
+// load is the share of what may be used that is, of the KV cache or of the sequences.
+func (s *Scheduler) load() (share float64) {
+	if u := s.usable(); u > 0 {
+		share = s.used() / u
+	}
+	if n := s.bound(); n > 0 {
+		share = max(share, float64(s.seqs)/float64(n))
+	}
+	return share
+}
+
 // bound is how many sequences may run at once, 0 if nothing bounds them.
 func (s *Scheduler) bound() int {
 	n := s.most
@@ -399,7 +431,7 @@ func (s *Scheduler) fits(now time.Time, t *Ticket) bool {
 	if n := s.bound(); n > 0 && s.seqs+t.seqs > n {
 		return false
 	}
-	if s.pending > 0 && s.pending+t.prompt > s.cfg.TokenBudget {
+	if s.crowded(now, t.prompt) {
 		return false
 	}
 	need := float64(t.prompt + job.Tokens(margin*t.seqs))
@@ -410,6 +442,11 @@ func (s *Scheduler) fits(now time.Time, t *Ticket) bool {
 		return false
 	}
 	return s.peakFits(now, t)
+}
+
+// crowded tells whether a prompt would have to wait for others to be computed: in the line at the queue it waits as long, and every worker may take it there.
+func (s *Scheduler) crowded(now time.Time, prompt job.Tokens) bool {
+	return s.pending > 0 && s.ahead(now)+prompt > s.cfg.TokenBudget
 }
 
 // peakFits checks the future: with the running and the new sequences sorted by what each has yet to generate, longest first, the cache is fullest when one of them ends. At the end of the i-th
@@ -509,9 +546,6 @@ func (s *Scheduler) Withdraw(t *Ticket) {
 // Start takes from the hand what may start now, in order, and counts it as running. next is when to look again though nothing happens; zero is never.
 func (s *Scheduler) Start(now time.Time) (started []*Ticket, next time.Time) {
 	s.settle(now)
-	if len(s.hand) == 0 {
-		return nil, time.Time{}
-	}
 	if s.cfg.Order == Shortest {
 		s.sort(now)
 	}
@@ -536,22 +570,25 @@ func (s *Scheduler) Start(now time.Time) (started []*Ticket, next time.Time) {
 // due tells whether the batch class has a start coming.
 func (s *Scheduler) due() bool { return s.credit >= 1 }
 
-// next is when something changes by time alone while jobs are in hand.
+// next is when something changes by time alone.
 func (s *Scheduler) next(now time.Time) (next time.Time) {
-	if len(s.hand) == 0 {
-		return time.Time{}
-	}
 	sooner := func(t time.Time) {
 		if t.After(now) && (next.IsZero() || t.Before(next)) {
 			next = t
 		}
+	}
+	if at := s.quietAt(); !at.IsZero() && (len(s.hand) > 0 || s.pending > 0) {
+		sooner(at)
+		sooner(at.Add(rescueAfter))
+	}
+	if len(s.hand) == 0 {
+		return next
 	}
 	for _, t := range s.running {
 		if t.pending && !t.Ask.Streams {
 			sooner(t.due)
 		}
 	}
-	sooner(s.quietAt())
 	if s.hand[0].Ask.Class == job.Interactive {
 		sooner(s.hand[0].offered.Add(preemptAfter))
 	}
@@ -594,7 +631,7 @@ func (s *Scheduler) Preempt(now time.Time) (named []*Ticket) {
 		return nil
 	}
 	t := s.hand[0]
-	if t.Ask.Class != job.Interactive || now.Sub(t.offered) < preemptAfter || s.quiet(now) || s.fits(now, t) || s.pending > 0 && s.pending+t.prompt > s.cfg.TokenBudget {
+	if t.Ask.Class != job.Interactive || now.Sub(t.offered) < preemptAfter || s.quiet(now) || s.fits(now, t) || s.crowded(now, t.prompt) {
 		return nil
 	}
 	tokens, seqs := float64(t.prompt+job.Tokens(margin*t.seqs))-s.free(), 0
@@ -644,6 +681,22 @@ func (s *Scheduler) Return(now time.Time) (back []*Ticket) {
 	return back
 }
 
+// Rescue names what runs without a token yet and is to be given back, because the engine has halted: nothing of it is lost, and another worker may begin at once. Each is named once; it
+// holds its room until its End.
+func (s *Scheduler) Rescue(now time.Time) (named []*Ticket) {
+	at := s.quietAt()
+	if at.IsZero() || now.Before(at.Add(rescueAfter)) || !s.seesTokens() {
+		return nil
+	}
+	for _, t := range s.running {
+		if t.pending && t.Ask.Streams && t.Rescuable && !t.named {
+			t.named = true
+			named = append(named, t)
+		}
+	}
+	return named
+}
+
 // --- what runs ---
 
 // Alive notes that the engine has given a token to somebody: a probe, say.
@@ -655,7 +708,7 @@ func (s *Scheduler) First(now time.Time, t *Ticket) {
 		return
 	}
 	s.alive = now
-	s.computed(t)
+	s.computed(now, t)
 	s.matured(t)
 	s.pace.sample(t.ahead, now.Sub(t.started).Seconds())
 	t.last = now
@@ -680,12 +733,12 @@ func (s *Scheduler) End(now time.Time, t *Ticket, r Result) {
 	if t.state != running {
 		return
 	}
-	if r.Completed && t.pending && !t.Ask.Streams { // sooner than expected
-		s.pace.prefilled(t.ahead, now.Sub(t.started).Seconds())
+	if r.Completed && !t.Ask.Streams {
+		s.unseen(t, now.Sub(t.started).Seconds(), float64(max(1, r.Output)))
 	}
 	s.settle(now)
 	s.matured(t)
-	s.computed(t)
+	s.computed(now, t)
 	t.state = over
 	i := slices.Index(s.running, t)
 	s.running = slices.Delete(s.running, i, i+1)
@@ -703,6 +756,14 @@ func (s *Scheduler) End(now time.Time, t *Ticket, r Result) {
 		s.cut(now, t)
 	}
 	s.learn(t, r)
+}
+
+// unseen learns of a job whose tokens nobody saw: n tokens in so many seconds. The first came when the others had not.
+func (s *Scheduler) unseen(t *Ticket, total, n float64) {
+	if t.pending { // sooner than expected
+		s.pace.prefilled(t.ahead, total)
+	}
+	s.pace.sample(t.ahead, max(total-(n-1)*s.pace.token, total/n))
 }
 
 // learn takes in how long prompt and answer were.
@@ -756,8 +817,9 @@ func (s *Scheduler) Pull(now time.Time, class int) Wish {
 	}
 	typical := max(1, s.typical)
 	ttft := s.ttft(now)
-	wish := Wish{Level: level(ttft), Busy: len(s.running)+len(s.hand) > 0}
-	room := s.room(typical)
+	weighted := ttft * (1 + loadWeight*s.load())
+	wish := Wish{Level: level(weighted), Busy: len(s.running)+len(s.hand) > 0}
+	room := s.room(now, typical)
 	others := 0
 	for _, n := range s.pulls {
 		others += n
@@ -765,17 +827,18 @@ func (s *Scheduler) Pull(now time.Time, class int) Wish {
 	switch {
 	case !wish.Busy:
 		room = max(room, 1) // an idle engine gets anything
-	case room < 1 && class == job.Interactive.Rank() && s.couldYield(typical):
-		wish.Batch, wish.Level = 1, level(ttft+2*preemptAfter.Seconds())
+	case room < 1 && class == job.Interactive.Rank() && s.couldYield(now, typical):
+		wish.Batch, wish.Level = 1, level(weighted+2*preemptAfter.Seconds())
 		return wish
 	case room < 1:
 		return Wish{}
 	}
-	// As many typical jobs as raise the level by at most one step.
-	_, each := s.pace.line()
-	step := (topTTFT*math.Exp2(float64(min(wish.Level+1, maxLevel))) - ttft) / (each * typical)
-	wish.Batch = int(min(float64(room-others), step, maxBatch))
-	wish.Batch = max(wish.Batch, 1)
+	// As many typical jobs as keep the level at the top, else one: what a pull has left when a long prompt comes would be served behind that one.
+	wish.Batch = 1
+	if wish.Level == 0 {
+		_, each := s.pace.line()
+		wish.Batch = max(1, int(min(float64(room-others), (topTTFT-ttft)/(each*typical), maxBatch)))
+	}
 	return wish
 }
 
@@ -791,11 +854,11 @@ func (s *Scheduler) holds(c job.Class) bool {
 }
 
 // room is how many typical jobs more could start now, what is in hand counted as started.
-func (s *Scheduler) room(typical float64) int {
+func (s *Scheduler) room(now time.Time, typical float64) int {
 	free, _ := s.freeRank() // one rank at a time: the others' room is found by the next pull
 	room := max(min(free, s.free()), 0) / (typical + margin)
 	if s.pending > 0 {
-		room = min(room, float64(s.cfg.TokenBudget-s.pending)/typical)
+		room = min(room, float64(s.cfg.TokenBudget-s.ahead(now))/typical)
 	} else {
 		room = min(room, max(1, float64(s.cfg.TokenBudget)/typical))
 	}
@@ -809,8 +872,8 @@ func (s *Scheduler) room(typical float64) int {
 }
 
 // couldYield tells whether a typical interactive job would find room if batch work were given back for it.
-func (s *Scheduler) couldYield(typical float64) bool {
-	if len(s.hand) > 0 || s.pending > 0 && float64(s.pending)+typical > float64(s.cfg.TokenBudget) {
+func (s *Scheduler) couldYield(now time.Time, typical float64) bool {
+	if len(s.hand) > 0 || s.crowded(now, job.Tokens(typical)) {
 		return false
 	}
 	tokens, seqs := s.free(), math.MaxInt
@@ -830,7 +893,7 @@ func (s *Scheduler) couldYield(typical float64) bool {
 
 // ttft is the expected time to the first token, in seconds, of a typical job that starts now: what is learned of the engine, but no less than what those before it have waited already.
 func (s *Scheduler) ttft(now time.Time) float64 {
-	ahead := float64(s.pending) + max(1, s.typical)
+	ahead := float64(s.ahead(now)) + max(1, s.typical)
 	for _, t := range s.hand {
 		ahead += float64(t.prompt)
 	}
@@ -856,13 +919,7 @@ func (s *Scheduler) Status(now time.Time) Status {
 	ttft := s.ttft(now)
 	st := Status{
 		Capacity: s.capacity(), Free: max(0, job.Tokens(s.free())), FreeRank: max(0, job.Tokens(min(room, s.free()))),
-		Running: len(s.running), Sequences: s.seqs, Waiting: s.last.Waiting, InHand: len(s.hand), Level: level(ttft), TTFT: seconds(ttft), Limit: s.bound(), Brake: s.Brake(now),
-	}
-	if u := s.usable(); u > 0 {
-		st.Load = s.used() / u
-	}
-	if n := s.bound(); n > 0 {
-		st.Load = max(st.Load, float64(s.seqs)/float64(n))
+		Running: len(s.running), Sequences: s.seqs, Waiting: s.last.Waiting, InHand: len(s.hand), Level: level(ttft * (1 + loadWeight*s.load())), TTFT: seconds(ttft), Limit: s.bound(), Brake: s.Brake(now), Load: s.load(),
 	}
 	return st
 }
