@@ -22,7 +22,7 @@ var (
 // gate asks the scheduler what starts and what is pulled, and tells those who wait. The scheduler decides; the gate has its lock, its clock, and its channels.
 // After any mix of success, failure, cancel and panic the ledger is back at zero when nothing runs.
 type gate struct {
-	preempt func(job.ID) // stops a job's attempt, so that it is given back
+	stop func(job.ID, error) // stops a job's attempt for a reason, so that it is given back
 
 	mu      sync.Mutex
 	sched   *schedule.Scheduler
@@ -52,12 +52,12 @@ type reservation struct {
 	result schedule.Result
 }
 
-func newGate(cfg schedule.Config, preempt func(job.ID)) (*gate, error) {
+func newGate(cfg schedule.Config, stop func(job.ID, error)) (*gate, error) {
 	s, err := schedule.New(cfg)
 	if err != nil {
 		return nil, err
 	}
-	g := &gate{preempt: preempt, sched: s, hand: map[*schedule.Ticket]*waiter{}, running: map[*schedule.Ticket]job.ID{}, changed: make(chan struct{})}
+	g := &gate{stop: stop, sched: s, hand: map[*schedule.Ticket]*waiter{}, running: map[*schedule.Ticket]job.ID{}, changed: make(chan struct{})}
 	g.timer = time.AfterFunc(time.Hour, g.look)
 	g.timer.Stop()
 	return g, nil
@@ -67,8 +67,8 @@ func newGate(cfg schedule.Config, preempt func(job.ID)) (*gate, error) {
 type entry struct {
 	id  job.ID
 	ask schedule.Ask
-	// preemptible: it may be given back for an interactive job. lane: it waits for this worker alone.
-	preemptible, lane bool
+	// preemptible: it may be given back for an interactive job; rescuable: when the engine halts before its first token. lane: it waits for this worker alone.
+	preemptible, rescuable, lane bool
 }
 
 // enter waits in the scheduler's order until the job may start. It may be sent away: when ctx ends (its cause), while the engine is not ready (errShut), when it has halted (errHalted), and for good (errClosed).
@@ -84,7 +84,7 @@ func (g *gate) enter(ctx context.Context, e entry) (*reservation, error) {
 		return nil, errShut
 	}
 	t := g.sched.Offer(time.Now(), e.ask)
-	t.Preemptible, t.Lane = e.preemptible, e.lane
+	t.Preemptible, t.Rescuable, t.Lane = e.preemptible, e.rescuable, e.lane
 	g.hand[t] = w
 	g.turnLocked()
 	g.mu.Unlock()
@@ -124,7 +124,10 @@ func (g *gate) turnLocked() {
 			w.start <- &reservation{gate: g, ticket: t}
 		}
 		for _, t := range g.sched.Preempt(now) {
-			go g.preempt(g.running[t]) // it takes other locks; it ends at once
+			go g.stop(g.running[t], errPreempted) // it takes other locks; it ends at once
+		}
+		for _, t := range g.sched.Rescue(now) {
+			go g.stop(g.running[t], errHalted)
 		}
 		for _, t := range g.sched.Return(now) {
 			g.sendAwayLocked(t, errHalted)
@@ -301,12 +304,4 @@ func (g *gate) idle() bool {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return len(g.running) == 0
-}
-
-// full reports whether the engine runs as many sequences as it can.
-func (g *gate) full() bool {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	s := g.sched.Status(time.Now())
-	return s.Limit > 0 && s.Sequences >= s.Limit
 }

@@ -14,9 +14,9 @@ import (
 	"github.com/millrace/millrace/internal/schedule"
 )
 
-func openGate(t *testing.T, capacity job.Tokens, limit int, preempt func(job.ID)) *gate {
+func openGate(t *testing.T, capacity job.Tokens, limit int, stop func(job.ID, error)) *gate {
 	t.Helper()
-	g, err := newGate(schedule.Config{}, preempt)
+	g, err := newGate(schedule.Config{}, stop)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,7 +119,7 @@ func TestGateHandsBackWhatIsInHandOfAnEngineThatHasHalted(t *testing.T) {
 func TestGatePreemptsBatchWorkForAnInteractiveJob(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		stopped := make(chan job.ID, 1)
-		g := openGate(t, 1000, 0, func(id job.ID) { stopped <- id })
+		g := openGate(t, 1000, 0, func(id job.ID, _ error) { stopped <- id })
 		defer g.close()
 		batch := streamed(job.Batch, 900)
 		batch.id, batch.preemptible = "job_b", true
@@ -145,7 +145,7 @@ func TestGatePreemptsBatchWorkForAnInteractiveJob(t *testing.T) {
 // TestGateLedgerReturnsToZero: after any mix of starts, growth, cancels while waiting, double releases, readings, lost readings and outcomes.
 func TestGateLedgerReturnsToZero(t *testing.T) {
 	t.Parallel()
-	g := openGate(t, 5000, 32, func(job.ID) {})
+	g := openGate(t, 5000, 32, func(job.ID, error) {})
 	defer g.close()
 	var wg sync.WaitGroup
 	for i := range 64 {
