@@ -23,6 +23,7 @@ type attempt struct {
 	call    *call
 	events  *eventLog // nil if the job keeps none
 	started job.Millis
+	delist  func() // lets this worker take the job again
 }
 
 // runDurable claims h's job, runs it, and settles it or gives it back.
@@ -42,7 +43,7 @@ func (w *Worker) runDurable(run context.Context, h *holding, holds *reservation)
 		return
 	}
 	log := h.log.With("attempt", claim.Token)
-	a := &attempt{w: w, log: log, h: h, job: &h.Job, claim: claim, started: claim.Now}
+	a := &attempt{w: w, log: log, h: h, job: &h.Job, claim: claim, started: claim.Now, delist: delist}
 	a.call = &call{w: w, log: log, d: h.Delivery, holds: holds, show: a.show}
 	if !a.preemptible(ctx) {
 		holds.stay()
@@ -205,6 +206,7 @@ func (a *attempt) giveBack(ctx context.Context, f *fault) {
 	if err != nil {
 		a.log.Warn("recording that a job goes back", "err", err)
 	}
+	a.delist()
 	a.h.nak(delay)
 	a.w.deps.Relay.Bell(a.job.ID)
 	a.w.metrics.attempts.WithLabelValues("given_back").Inc()

@@ -32,8 +32,9 @@ type liveAttempt struct {
 	answer  *relay.Answer
 	claimed *relay.Claimed
 	started job.Millis
-	sent    int  // bytes of the stream that have gone to the API, with those of earlier attempts that its client has
-	shown   bool // a part has gone to the API: no other attempt can begin anew
+	delist  func() // lets this worker take the job again
+	sent    int    // bytes of the stream that have gone to the API, with those of earlier attempts that its client has
+	shown   bool   // a part has gone to the API: no other attempt can begin anew
 }
 
 // runLive claims h's job from the API that holds the connection, runs it, and passes the answer on. The API is the truth of such a job: while it lives the job does.
@@ -59,7 +60,7 @@ func (w *Worker) runLive(run context.Context, h *holding, holds *reservation) {
 		return
 	}
 	defer answer.Close()
-	a := &liveAttempt{w: w, log: log, h: h, job: j, answer: answer, claimed: claimed, started: w.deps.Results.Now()}
+	a := &liveAttempt{w: w, log: log, h: h, job: j, answer: answer, claimed: claimed, started: w.deps.Results.Now(), delist: delist}
 	a.call = &call{w: w, log: log, d: h.Delivery, holds: holds, show: a.show}
 	if len(claimed.Shown) > 0 {
 		a.sent = len(claimed.Shown)
@@ -195,6 +196,7 @@ func (a *liveAttempt) giveBack(ctx context.Context, f *fault) {
 		return
 	}
 	// Without an answer of the API the next claim tells: this attempt's leaving is said again then.
+	a.delist()
 	a.h.nak(delay)
 	a.w.metrics.attempts.WithLabelValues("given_back").Inc()
 	a.log.Info("live job given back", "reason", f.reason, "charged", f.charged, "delay", delay)

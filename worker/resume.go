@@ -265,9 +265,6 @@ func (c *call) goOn(ctx context.Context, request []byte) (r *reply, f *fault, ok
 	case text == "": // the readers have a role and no more: any engine begins where that ends
 		s.used, s.pending = 0, 0
 		return c.generate(ctx, request, s)
-	case !c.engineContinues(ctx):
-		c.log.Info("the engine does not continue partial answers")
-		return nil, nil, false
 	}
 	c.w.mu.Lock()
 	limit := defaultLimits[c.w.kind]
@@ -280,6 +277,9 @@ func (c *call) goOn(ctx context.Context, request []byte) (r *reply, f *fault, ok
 	case !left:
 		r, f = c.complete(ctx, request, s, s.lengthChunk())
 		return r, f, true
+	case !c.engineContinues(ctx):
+		c.log.Info("the engine does not continue partial answers")
+		return nil, nil, false
 	}
 	if s.prompt < 0 {
 		s.prompt = c.promptTokens(ctx, request)

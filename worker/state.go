@@ -3,6 +3,7 @@ package worker
 import (
 	"context"
 	"errors"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -47,7 +48,7 @@ func (w *Worker) setState(s cluster.WorkerState, reason string) {
 	}
 }
 
-// enlist makes an attempt known to cancels and halts; delist ends that. It is false for a job that this worker runs already, or is about to claim: it has two copies, or a server that was killed
+// enlist makes an attempt known to cancels and halts; delist ends that, once: it goes before the delivery is handed back, which may come again at once. It is false for a job that this worker runs already, or is about to claim: it has two copies, or a server that was killed
 // delivers once more what it had delivered, under the very same ack subject, so that the claim would take the second for a repeat of the first.
 func (w *Worker) enlist(id job.ID, cancel context.CancelCauseFunc) (delist func(), ok bool) {
 	w.mu.Lock()
@@ -59,11 +60,11 @@ func (w *Worker) enlist(id job.ID, cancel context.CancelCauseFunc) (delist func(
 	if w.halted != nil {
 		cancel(w.halted)
 	}
-	return func() {
+	return sync.OnceFunc(func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		delete(w.attempts, id)
-	}, true
+	}), true
 }
 
 // cancelJob stops the attempt at a job.
@@ -75,12 +76,12 @@ func (w *Worker) cancelJob(id job.ID) {
 	}
 }
 
-// preempt stops the attempt at a job of the batch class: an interactive one needs its room.
-func (w *Worker) preempt(id job.ID) {
+// stop stops the attempt at a job for a reason of the gate's.
+func (w *Worker) stop(id job.ID, cause error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if cancel := w.attempts[id]; cancel != nil {
-		cancel(errPreempted)
+		cancel(cause)
 	}
 }
 
@@ -125,11 +126,19 @@ func (w *Worker) beat() cluster.Heartbeat {
 		Worker: &cluster.WorkerInfo{
 			Name: w.cfg.Name, State: w.state, Reason: w.reason, Models: models, Engine: string(w.kind),
 			Capacity: s.Capacity, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largest, Level: s.Level, Running: s.Running, InHand: s.InHand,
-			Load: s.Load, TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake,
+			Load: finite(s.Load), TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake,
 			StateSince: float64(w.since.UnixMilli()) / 1000, FallBacks: falls, ProbeSeconds: probe.Seconds(), Shape: shape, GPUs: gpuInfo(gpus),
-			TokensPerSecond: w.rate.perSecond(time.Now()), Completed: w.completed.Load(), Failed: w.failed.Load(),
+			TokensPerSecond: finite(w.rate.perSecond(time.Now())), Completed: w.completed.Load(), Failed: w.failed.Load(),
 		},
 	}
+}
+
+// finite is v, or 0 where JSON has no number for it: a heartbeat that cannot be written would be the end of the worker.
+func finite(v float64) float64 {
+	if math.IsNaN(v) || math.IsInf(v, 0) {
+		return 0
+	}
+	return v
 }
 
 // rate measures tokens per second over the last seconds.
