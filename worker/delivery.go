@@ -13,6 +13,8 @@ type holding struct {
 	*queue.Delivery
 	log   *slog.Logger
 	beats *repeat
+	// move puts the message where any worker gets it; nil if it is there.
+	move func() error
 
 	mu       sync.Mutex // guards what follows, and keeps the answer behind the last word that it is in progress
 	answered bool
@@ -56,9 +58,19 @@ func (h *holding) ack() {
 	}
 }
 
-// nak hands the delivery back; if even that fails its ack wait runs out.
+// nak hands the delivery back; if even that fails its ack wait runs out. One of the worker's own lane goes to all workers, and without the delay: what the others have to wait for stands in
+// the job's record.
 func (h *holding) nak(delay time.Duration) {
-	if err := h.answer(func() error { return h.Nak(delay) }); err != nil {
+	if err := h.answer(func() error {
+		if h.move != nil {
+			err := h.move()
+			if err == nil {
+				return h.Ack() // of what is moved nothing is left
+			}
+			h.log.Warn("moving a job out of the worker's own lane: it comes here again", "err", err)
+		}
+		return h.Nak(delay)
+	}); err != nil {
 		h.log.Warn("handing a delivery back: it comes again after its ack wait", "err", err)
 	}
 }

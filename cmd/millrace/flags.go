@@ -161,6 +161,8 @@ func (c *workerFlags) add(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.StallTimeout, "stall-timeout", time.Minute, "after how long without progress an engine counts as stalled")
 	fs.DurationVar(&c.ProbeTimeout, "probe-timeout", 30*time.Second, "most time for the one token that proves an engine ready")
 	fs.IntVar(&c.FailuresInRow, "max-failures", 3, "jobs in a row whose calls fail before an engine gets no more work until a probe passes")
+	fs.DurationVar(&c.SessionTTL, "session-ttl", 30*time.Minute, "how long after its last turn a session's calls go to the worker that has it in its KV cache")
+	fs.DurationVar(&c.PrefixTTL, "prefix-ttl", 10*time.Minute, "the same for prompts without a session that begin alike")
 	fs.IntVar(&c.MaxAttempts, "max-attempts", 5, "how often a job is tried whose engine fails")
 	c.Schedule = scheduleDefaults
 	fs.StringVar((*string)(&c.Schedule.Order), "order", string(c.Schedule.Order), "which job of a class starts first: oldest, or shortest (the predicted time, less the time waited)")
@@ -185,6 +187,7 @@ func (c *workerFlags) check() error {
 	return errors.Join(
 		config.AtLeast("drain", c.Drain, 0), config.AtLeast("stall-timeout", c.StallTimeout, time.Second),
 		config.AtLeast("probe-timeout", c.ProbeTimeout, time.Second), config.Between("max-attempts", c.MaxAttempts, 1, 100),
+		config.AtLeast("session-ttl", c.SessionTTL, time.Second), config.AtLeast("prefix-ttl", c.PrefixTTL, time.Second),
 		config.Between("max-failures", c.FailuresInRow, 1, 1000),
 		config.OneOf("order", string(c.Schedule.Order), string(schedule.Oldest), string(schedule.Shortest)),
 		c.checkShares(),

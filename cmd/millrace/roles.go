@@ -53,6 +53,7 @@ On SIGTERM it takes no new connections and finishes the open answers.`,
 		},
 	}
 	role.add(cmd.Flags())
+	addPrefixAffinity(cmd.Flags(), &role.NoPrefixAffinity)
 	back.add(cmd.Flags(), defaultNATS, defaultRedis)
 	proc.add(cmd.Flags(), "info")
 	return cmd
@@ -125,6 +126,7 @@ and gives the rest back to the queue.`,
 	}
 	cmd.Flags().StringVar(&role.Name, "name", "", "the worker's `name` (default the host's)")
 	role.add(cmd.Flags())
+	addPrefixAffinity(cmd.Flags(), &role.NoPrefixAffinity)
 	eng.add(cmd.Flags())
 	back.add(cmd.Flags(), defaultNATS, defaultRedis)
 	proc.add(cmd.Flags(), "info")

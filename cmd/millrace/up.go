@@ -65,6 +65,7 @@ Jobs are kept in --data: what was accepted before a stop goes on at the next sta
 	f.eng.add(fs)
 	fs.IntVar(&f.workers, "workers", 1, "how many workers, each with an emulator of its own unless --engine is given")
 	f.worker.add(fs)
+	addPrefixAffinity(fs, &f.api.NoPrefixAffinity, &f.worker.NoPrefixAffinity)
 	f.emu.add(fs)
 	f.back.add(fs, "", "")
 	fs.StringVar(&f.natsListen, "nats-listen", "", "`address` at which the embedded NATS takes workers from elsewhere (default none)")
