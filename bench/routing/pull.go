@@ -13,11 +13,11 @@ import (
 // The delays of Millrace's real path, as `millrace bench dispatch` measures them on two processors, rounded up.
 const (
 	enqueueWay = time.Millisecond       // from the client to the queue
-	pullWay    = 500 * time.Microsecond // of a pull to the queue
+	pullWay    = 500 * time.Microsecond // of a pull, or of a job that is handed back, to the queue
 	deliverWay = time.Millisecond       // of a job from the queue into a worker's hand
 	claimWay   = time.Millisecond       // from started to the engine: claim and call
 	returnWay  = time.Millisecond       // of a token to the client
-	settleWay  = 2 * time.Millisecond   // from the last token to the end of the reservation
+	settleWay  = 2 * time.Millisecond   // from the end of a call to the end of the reservation
 )
 
 // What the worker does, and when.
@@ -36,11 +36,12 @@ const (
 // epoch is the start of a simulation for those who know only the time of day.
 var epoch = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
 
-// pullFront is Millrace: one line at the queue, and at each engine a worker that pulls. All requests are streamed, interactive and for all workers.
+// pullFront is Millrace: one line at the queue, and at each engine a worker that pulls. All requests are streamed, interactive and for all workers, so a worker has
+// one consumer at work.
 type pullFront struct {
 	sim     *simulation
-	line    fifo
-	waiting []*pull // pulls at the queue, the lowest level in front, and of a level in their order
+	line    []*request // the oldest in front; what is handed back comes first
+	waiting []*pull    // pulls at the queue, the lowest level in front, and of a level in their order
 	workers []*puller
 	limit   job.Tokens // on new tokens, which each request names
 }
@@ -52,22 +53,22 @@ type pull struct {
 	level  int
 }
 
-// handed is what a worker knows of a request.
-type handed struct {
-	request *request
-	ticket  *schedule.Ticket
-}
-
 // puller is one worker.
 type puller struct {
 	front     *pullFront
 	node      *node
 	scheduler *schedule.Scheduler
-	hand      []*handed
-	pull      *pull // outstanding; nil if none is
-	wake      time.Duration
+	hand      map[*schedule.Ticket]*request
+	running   map[*schedule.Ticket]*request
+	pull      *pull           // outstanding; nil if none is
+	refused   bool            // nothing could be pulled when it was asked last
+	turn      bool            // a token of this step calls for a turn
+	wake      time.Duration   // when the timer is set to, 0 if it is not
 	beat      schedule.Status // as others know it
 }
+
+// consumer is the number of a worker's one consumer.
+const consumer = 1
 
 func newPullFront(s *simulation, order schedule.Order) (*pullFront, error) {
 	f := &pullFront{sim: s}
@@ -79,7 +80,7 @@ func newPullFront(s *simulation, order schedule.Order) (*pullFront, error) {
 		if err != nil {
 			return nil, fmt.Errorf("making a scheduler: %w", err)
 		}
-		w := &puller{front: f, node: n, scheduler: scheduler}
+		w := &puller{front: f, node: n, scheduler: scheduler, hand: map[*schedule.Ticket]*request{}, running: map[*schedule.Ticket]*request{}}
 		f.workers = append(f.workers, w)
 		// Workers did not start at one moment.
 		s.after(scrapeBusy*time.Duration(n.index)/time.Duration(len(s.nodes)), w.scrape)
@@ -93,21 +94,29 @@ func newPullFront(s *simulation, order schedule.Order) (*pullFront, error) {
 
 func (f *pullFront) arrive(r *request) {
 	f.sim.after(enqueueWay, func() {
-		f.line.push(r)
+		f.line = append(f.line, r)
+		f.dispatch()
+	})
+}
+
+// handBack has r delivered again, after d.
+func (f *pullFront) handBack(r *request, d time.Duration) {
+	f.sim.after(d+pullWay, func() {
+		f.line = slices.Insert(f.line, 0, r)
 		f.dispatch()
 	})
 }
 
 // dispatch gives what waits in line to the pulls that wait for it, as JetStream's prioritized policy does: to the head, which then goes behind those of its level.
 func (f *pullFront) dispatch() {
-	for !f.line.empty() && len(f.waiting) > 0 {
-		p := f.waiting[0]
-		f.waiting = slices.Delete(f.waiting, 0, 1)
+	for len(f.line) > 0 && len(f.waiting) > 0 {
+		p, r := f.waiting[0], f.line[0]
+		f.waiting, f.line = slices.Delete(f.waiting, 0, 1), f.line[1:]
 		if p.left--; p.left > 0 {
 			f.enlist(p)
 		}
-		r, last := f.line.pop(), p.left == 0
-		f.sim.after(deliverWay, func() { p.worker.deliver(r, p, last) })
+		last := p.left == 0
+		f.sim.after(deliverWay, func() { p.worker.deliver(r, last) })
 	}
 }
 
@@ -121,41 +130,55 @@ func (f *pullFront) enlist(p *pull) {
 }
 
 func (f *pullFront) token(n *node, r *request, first, done bool) {
-	w := f.workers[n.index]
+	w, now := f.workers[n.index], epoch.Add(f.sim.now)
+	w.turn = w.turn || first || w.refused && w.scheduler.Brake(now) != ""
 	if first {
 		f.sim.first(r, returnWay)
-		w.scheduler.First(w.now(), r.hand.ticket)
+		w.scheduler.First(now, r.ticket)
 	}
-	w.scheduler.Grow(w.now(), r.hand.ticket, 1)
+	w.scheduler.Grow(now, r.ticket, 1)
 	if done {
 		f.sim.end(r, returnWay)
-		f.sim.after(settleWay, func() {
-			w.scheduler.End(w.now(), r.hand.ticket, schedule.Result{Completed: true, Prompt: job.Tokens(r.Prompt), Output: job.Tokens(r.Output)})
-			w.act()
-		})
+		w.end(r, schedule.Result{Completed: true, Prompt: job.Tokens(r.Prompt), Output: job.Tokens(r.Output)}, nil)
 	}
 }
 
-func (f *pullFront) stepped(n *node) { f.workers[n.index].act() }
+func (f *pullFront) stepped(n *node) {
+	if w := f.workers[n.index]; w.turn {
+		w.turn = false
+		w.act()
+	}
+}
 
 func (w *puller) now() time.Time { return epoch.Add(w.front.sim.now) }
+
+// end releases what r holds once it has been settled, and does what comes then.
+func (w *puller) end(r *request, result schedule.Result, then func()) {
+	w.front.sim.after(settleWay, func() {
+		delete(w.running, r.ticket)
+		w.scheduler.End(w.now(), r.ticket, result)
+		if then != nil {
+			then()
+		}
+		w.act()
+	})
+}
 
 // scrape looks at the engine, waits for its answer as long as that takes, and looks again.
 func (w *puller) scrape() {
 	s := w.front.sim
-	until := w.node.stalledUntil()
-	switch {
+	switch until := w.node.stalledUntil(); {
 	case until == 0:
 		w.scheduler.Observe(w.now(), reading(w.node.core.Stats()))
-	case until > s.now+scrapeTimeout:
+	case until <= s.now+scrapeTimeout:
+		s.at(until, w.scrape)
+		return
+	default:
 		s.after(scrapeTimeout, func() {
 			w.scheduler.Unseen(w.now())
 			w.act()
 			s.after(w.pause(), w.scrape)
 		})
-		return
-	default:
-		s.at(until, w.scrape)
 		return
 	}
 	w.act()
@@ -163,7 +186,7 @@ func (w *puller) scrape() {
 }
 
 func (w *puller) pause() time.Duration {
-	if w.scheduler.Status(w.now()).Running > 0 {
+	if len(w.running) > 0 {
 		return scrapeBusy
 	}
 	return scrapeIdle
@@ -178,41 +201,72 @@ func reading(s emulator.Stats) schedule.Reading {
 	}
 }
 
-// act starts what may start, and pulls what may be pulled.
+// act does what the scheduler decides: starts what may start, hands back what it gives up, and pulls what may be pulled.
 func (w *puller) act() {
-	s := w.front.sim
-	now := w.now()
+	s, f, now := w.front.sim, w.front, w.now()
 	started, next := w.scheduler.Start(now)
 	for _, t := range started {
-		i := slices.IndexFunc(w.hand, func(h *handed) bool { return h.ticket == t })
-		r := w.hand[i].request
-		w.hand = slices.Delete(w.hand, i, i+1)
-		s.after(claimWay, func() { w.node.add(r) })
+		r := w.hand[t]
+		delete(w.hand, t)
+		w.running[t] = r
+		s.after(claimWay, func() {
+			if r.ticket == t { // else it was given back meanwhile
+				w.node.add(r)
+			}
+		})
 	}
-	if !next.IsZero() {
-		if at := max(next.Sub(epoch), s.now+leastWait); at != w.wake {
-			w.wake = at
-			s.at(at, func() {
-				if w.wake == at { // else another time was set since
-					w.wake = 0
-					w.act()
-				}
-			})
+	for _, t := range w.scheduler.Return(now) {
+		f.handBack(w.hand[t], 0)
+		delete(w.hand, t)
+	}
+	for _, t := range w.scheduler.Rescue(now) {
+		r := w.running[t]
+		if r.node == w.node {
+			w.node.cancel(r)
 		}
+		w.end(r, schedule.Result{}, func() { f.handBack(r, 0) })
 	}
+	w.setTimer(next)
+	w.tryPull(now)
+}
+
+// setTimer has the worker act at next, if that is not zero.
+func (w *puller) setTimer(next time.Time) {
+	s := w.front.sim
+	if next.IsZero() {
+		return
+	}
+	at := max(next.Sub(epoch), s.now+leastWait)
+	if at == w.wake {
+		return
+	}
+	w.wake = at
+	s.at(at, func() {
+		if w.wake == at { // else it was set anew
+			w.wake = 0
+			w.act()
+		}
+	})
+}
+
+// tryPull pulls what may be pulled, unless a pull is outstanding or what the last one brought is still in hand.
+func (w *puller) tryPull(now time.Time) {
 	if w.pull != nil || len(w.hand) > 0 {
 		return
 	}
 	wish := w.scheduler.Pull(now, job.Interactive.Rank())
-	if wish.Batch < 1 {
+	w.refused = wish.Batch < 1
+	if w.refused {
 		return
 	}
+	w.scheduler.Pulling(consumer, wish.Batch)
 	p := &pull{worker: w, left: wish.Batch, level: wish.Level}
 	w.pull = p
 	expires := expiryIdle
 	if wish.Busy {
 		expires = expiryBusy
 	}
+	s := w.front.sim
 	s.after(pullWay, func() {
 		w.front.enlist(p)
 		w.front.dispatch()
@@ -222,53 +276,57 @@ func (w *puller) act() {
 
 // expire ends p at the queue, and a moment later at its worker.
 func (p *pull) expire() {
-	f := p.worker.front
 	if p.left == 0 {
 		return
 	}
+	w, f := p.worker, p.worker.front
 	f.waiting = slices.DeleteFunc(f.waiting, func(o *pull) bool { return o == p })
 	p.left = 0
 	f.sim.after(deliverWay, func() {
-		p.worker.pull = nil
-		p.worker.act()
+		w.pulled()
+		w.tryPull(w.now())
 	})
 }
 
+func (w *puller) pulled() {
+	w.pull = nil
+	w.scheduler.Pulled(consumer)
+}
+
 // deliver puts r in hand. last says that it was the last that its pull asked for.
-func (w *puller) deliver(r *request, p *pull, last bool) {
+func (w *puller) deliver(r *request, last bool) {
 	if last {
-		w.pull = nil
+		w.pulled()
 	}
-	h := &handed{request: r}
-	h.ticket = w.scheduler.Offer(w.now(), schedule.Ask{
+	t := w.scheduler.Offer(w.now(), schedule.Ask{
 		Tenant: "bench", Model: "bench", Group: job.NoGroup, Class: job.Interactive,
 		Cost:    job.Cost{Prompt: job.Tokens(r.Prompt), Output: w.front.limit, Answers: 1},
 		Created: epoch.Add(r.At), Streams: true,
 	})
-	r.hand = h
-	w.hand = append(w.hand, h)
+	t.Rescuable = true
+	r.ticket = t
+	w.hand[t] = r
 	w.act()
-	if slices.Contains(w.hand, h) {
-		w.front.sim.after(elsewhere, func() { w.glance(h) })
+	if w.hand[t] != nil {
+		w.front.sim.after(elsewhere, func() { w.glance(t) })
 	}
 }
 
 // glance hands back what is still in hand, if another worker has room for it.
-func (w *puller) glance(h *handed) {
-	s := w.front.sim
-	if !slices.Contains(w.hand, h) {
+func (w *puller) glance(t *schedule.Ticket) {
+	r := w.hand[t]
+	if r == nil {
 		return
 	}
-	need := job.Tokens(h.request.Prompt + growth)
-	if !slices.ContainsFunc(w.front.workers, func(o *puller) bool { return o != w && o.beat.InHand == 0 && o.beat.FreeRank >= need }) {
-		s.after(elsewhere, func() { w.glance(h) })
+	need := job.Tokens(r.Prompt + growth)
+	if !slices.ContainsFunc(w.front.workers, func(o *puller) bool {
+		return o != w && o.beat.InHand == 0 && o.beat.Brake == "" && o.beat.FreeRank >= need
+	}) {
+		w.front.sim.after(elsewhere, func() { w.glance(t) })
 		return
 	}
-	w.hand = slices.DeleteFunc(w.hand, func(o *handed) bool { return o == h })
-	w.scheduler.Withdraw(h.ticket)
-	s.after(elsewhere, func() {
-		w.front.line.putBack(h.request)
-		w.front.dispatch()
-	})
+	delete(w.hand, t)
+	w.scheduler.Withdraw(t)
+	w.front.handBack(r, elsewhere)
 	w.act()
 }

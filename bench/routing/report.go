@@ -3,8 +3,6 @@ package routing
 import (
 	"slices"
 	"time"
-
-	"github.com/millrace/millrace/bench"
 )
 
 // Sample is how one request went, as its client saw it.
@@ -56,6 +54,8 @@ type Report struct {
 	RatioE2EP99  float64 `json:"ratio_e2e_p99"`
 	// Seconds that it all took.
 	Seconds float64 `json:"seconds"`
+
+	runs Runs
 }
 
 // Arm sums up a run.
@@ -77,8 +77,12 @@ func (r *Run) Arm(name Policy) Arm {
 	}
 }
 
-func ms(values []time.Duration, q float64) float64 {
-	return float64(bench.Quantile(values, q)) / float64(time.Millisecond)
+// ms is the value in milliseconds below which the share q of the sorted values lies, by the nearest rank; 0 if there are none.
+func ms(sorted []time.Duration, q float64) float64 {
+	if len(sorted) == 0 {
+		return 0
+	}
+	return float64(sorted[min(int(q*float64(len(sorted))), len(sorted)-1)]) / float64(time.Millisecond)
 }
 
 // Runs are an arm's, one for each seed, in the order of the seeds.
@@ -86,6 +90,7 @@ type Runs map[Policy][]*Run
 
 // Median fills in the arms of a report with the medians over the runs, each figure on its own; the ratios are medians of each run's.
 func (r *Report) Median(runs Runs) {
+	r.runs = runs
 	var all [][]Arm // by policy, by run
 	for _, p := range Policies() {
 		var arms []Arm
@@ -116,6 +121,7 @@ func (r *Report) Median(runs Runs) {
 
 // Pool fills in the arms of a report with the figures of all runs' requests together; the spread of load is the runs' mean, preemptions and errors are a run's mean.
 func (r *Report) Pool(runs Runs) {
+	r.runs = runs
 	var base, ours Arm
 	for _, p := range Policies() {
 		var pooled Run

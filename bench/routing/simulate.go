@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math"
 	"runtime"
-	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -27,20 +26,15 @@ type Study struct {
 // Simulate runs all arms in virtual time on every processor. The report has the medians over the seeds. Equal Studies give equal figures. The error is that of bad
 // Params, or ctx's.
 func Simulate(ctx context.Context, s Study) (*Report, error) {
-	_, report, err := s.run(ctx)
-	return report, err
-}
-
-func (s Study) run(ctx context.Context) (Runs, *Report, error) {
 	begun := time.Now()
 	if s.Seeds == 0 {
 		s.Seeds = 15
 	}
 	if s.Seeds < 1 {
-		return nil, nil, fmt.Errorf("seeds is %d, it must be at least 1", s.Seeds)
+		return nil, fmt.Errorf("seeds is %d, it must be at least 1", s.Seeds)
 	}
 	if err := s.complete(); err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	runs := Runs{}
 	for _, p := range Policies() {
@@ -53,11 +47,15 @@ func (s Study) run(ctx context.Context) (Runs, *Report, error) {
 		p.Seed += uint64(i)
 		w, err := NewWorkload(p)
 		if err != nil {
-			return nil, nil, err
+			return nil, err
 		}
 		for _, policy := range Policies() {
 			g.Go(func() error {
-				run, err := simulate(ctx, w, policy, s.Order)
+				sim, err := newSimulation(w, policy, s.Order)
+				if err != nil {
+					return err
+				}
+				run, err := sim.run(ctx)
 				if err != nil {
 					return fmt.Errorf("simulating %s on seed %d: %w", policy, p.Seed, err)
 				}
@@ -67,31 +65,16 @@ func (s Study) run(ctx context.Context) (Runs, *Report, error) {
 		}
 	}
 	if err := g.Wait(); err != nil {
-		return nil, nil, err
+		return nil, err
 	}
 	r := &Report{Simulated: true, Workload: s.Shape, Variant: s.Variant, Rate: s.Rate, Requests: s.Requests}
 	r.Median(runs)
 	r.Seconds = time.Since(begun).Seconds()
-	return runs, r, nil
+	return r, nil
 }
 
 // givenUp is how long after the last arrival a simulation must have ended: an arm that loses a request is found out.
 const givenUp = 2 * time.Hour
-
-// simulate runs one arm.
-func simulate(ctx context.Context, w *Workload, p Policy, order schedule.Order) (*Run, error) {
-	s := newSimulation(w)
-	var err error
-	if p == Millrace {
-		s.front, err = newPullFront(s, order)
-	} else {
-		s.front, err = newPushFront(s, p), nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	return s.run(ctx)
-}
 
 // front is what stands between the arrivals and the engines.
 type front interface {
@@ -107,8 +90,11 @@ type front interface {
 type request struct {
 	Arrival
 	index int
-	node  *node
-	hand  *handed // of the pull front
+	// Where it runs, and under what name.
+	node *node
+	id   emulator.ID
+	// ticket is its worker's, of the pull front.
+	ticket *schedule.Ticket
 }
 
 // simulation is one run of one arm. Time is since its start.
@@ -126,7 +112,8 @@ type simulation struct {
 	err      error
 }
 
-func newSimulation(w *Workload) *simulation {
+// newSimulation returns one of an arm.
+func newSimulation(w *Workload, p Policy, order schedule.Order) (*simulation, error) {
 	s := &simulation{workload: w, requests: make([]request, len(w.Arrivals)), samples: make([]Sample, len(w.Arrivals)), open: len(w.Arrivals)}
 	for i, e := range w.Engines {
 		n := &node{sim: s, index: i, Engine: e, core: emulator.NewCore(e.Profile)}
@@ -136,7 +123,13 @@ func newSimulation(w *Workload) *simulation {
 	for i, a := range w.Arrivals {
 		s.requests[i] = request{Arrival: a, index: i}
 	}
-	return s
+	if p != Millrace {
+		s.front = newPushFront(s, p)
+		return s, nil
+	}
+	var err error
+	s.front, err = newPullFront(s, order)
+	return s, err
 }
 
 func (s *simulation) run(ctx context.Context) (*Run, error) {
@@ -249,12 +242,19 @@ type node struct {
 
 // add gives r to the engine.
 func (n *node) add(r *request) {
-	r.node = n
-	if _, err := n.core.Add(emulator.Request{Prompt: r.Prompt, Output: r.Output, Ref: r}); err != nil {
+	var err error
+	if r.id, err = n.core.Add(emulator.Request{Prompt: r.Prompt, Output: r.Output, Ref: r}); err != nil {
 		n.sim.err = fmt.Errorf("request %d: %w", r.index, err)
 		return
 	}
+	r.node = n
 	n.begin()
+}
+
+// cancel takes r away from the engine.
+func (n *node) cancel(r *request) {
+	n.core.Cancel(r.id)
+	r.node = nil
 }
 
 // begin begins a step unless one is at hand, or there is nothing to do.
@@ -272,7 +272,9 @@ func (n *node) begin() {
 
 func (n *node) endStep() {
 	for _, e := range n.step.Events {
-		n.sim.front.token(n, e.Ref.(*request), e.First, e.Done)
+		if r := e.Ref.(*request); r.node == n && r.id == e.ID { // else it was cancelled during the step
+			n.sim.front.token(n, r, e.First, e.Done)
+		}
 	}
 	n.stepping = false
 	n.begin()
@@ -409,16 +411,4 @@ func (q *events) pop() event {
 		h[i], h[least] = h[least], h[i]
 		i = least
 	}
-}
-
-// fifo is a line of requests, the oldest in front. What is put back comes first.
-type fifo struct{ line []*request }
-
-func (f *fifo) empty() bool        { return len(f.line) == 0 }
-func (f *fifo) push(r *request)    { f.line = append(f.line, r) }
-func (f *fifo) putBack(r *request) { f.line = slices.Insert(f.line, 0, r) }
-func (f *fifo) pop() (r *request) {
-	r = f.line[0]
-	f.line = f.line[1:]
-	return r
 }

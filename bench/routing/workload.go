@@ -126,6 +126,9 @@ func NewWorkload(p Params) (*Workload, error) {
 
 func stream(seed, of uint64) *rand.Rand { return rand.New(rand.NewPCG(seed, of)) }
 
+// Check returns what is wrong with p, if anything.
+func (p Params) Check() error { return p.complete() }
+
 func (p *Params) complete() error {
 	if p.Variant == "" {
 		p.Variant = Equal

@@ -4,24 +4,28 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"maps"
+	"os"
 	"slices"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/millrace/millrace/bench"
+	"github.com/millrace/millrace/bench/routing"
 	"github.com/millrace/millrace/internal/config"
+	"github.com/millrace/millrace/internal/schedule"
 	"github.com/millrace/millrace/internal/telemetry"
 )
 
 func newBench(p *program) *cobra.Command {
 	cmd := &cobra.Command{
-		Use: "bench", Short: "Measure what Millrace itself costs", Long: "Benchmarks of Millrace on this machine.",
-		Example: "  millrace bench dispatch",
+		Use: "bench", Short: "Measure what Millrace costs and what it gains", Long: "Benchmarks of Millrace on this machine.",
+		Example: "  millrace bench dispatch\n  millrace bench routing --simulate",
 	}
 	group(cmd)
-	cmd.AddCommand(newBenchDispatch(p))
+	cmd.AddCommand(newBenchDispatch(p), newBenchRouting(p))
 	return cmd
 }
 
@@ -127,4 +131,107 @@ func printReport(w io.Writer, r *bench.Report) error {
 		}
 	}
 	return nil
+}
+
+func newBenchRouting(p *program) *cobra.Command {
+	var (
+		out      output
+		params   routing.Params
+		simulate bool
+		seeds    int
+		order    string
+		plot     string
+		log      telemetry.LogConfig
+	)
+	cmd := &cobra.Command{
+		Use: "routing", Short: "Pulling by free KV cache beside routers that push",
+		Long: `Compare Millrace with the usual routers (round robin, least connections, least
+connections with a random choice) on the same recorded arrivals and emulated engines.
+With --simulate in virtual time, within a minute; without it at real speed, on engines in
+processes of their own and Millrace's whole path, within four minutes.`,
+		Example: "  millrace bench routing --simulate\n  millrace bench routing --simulate --variant stalls -o json\n  millrace bench routing --variant mixed --plot mixed.svg",
+		Args:    args(0, 0, ""),
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := errors.Join(
+				params.Check(), config.Between("seeds", seeds, 0, 1000), config.OneOf("order", order, string(schedule.Oldest), string(schedule.Shortest)),
+			); err != nil {
+				return usageError(cmd, err)
+			}
+			var r *routing.Report
+			var err error
+			if simulate {
+				r, err = routing.Simulate(cmd.Context(), routing.Study{Params: params, Seeds: seeds, Order: schedule.Order(order)})
+			} else {
+				var logger *slog.Logger
+				if logger, err = telemetry.NewLogger(p.err, log); err != nil {
+					return usageError(cmd, err)
+				}
+				begun := time.Now()
+				r, err = routing.Measure(cmd.Context(), routing.Measurement{
+					Params: params, Runs: seeds, Order: schedule.Order(order), Log: logger, Version: buildVersion(),
+					Say: func(step string) {
+						fmt.Fprintf(p.err, "%5.1fs  %s\n", time.Since(begun).Seconds(), step) //nolint:errcheck // shown to people only
+					},
+				})
+			}
+			if err != nil {
+				return err
+			}
+			if plot != "" {
+				if err := writePlot(plot, r); err != nil {
+					return err
+				}
+			}
+			if out.json() {
+				return printJSON(p.out, r)
+			}
+			return printRouting(p.out, r)
+		},
+	}
+	f := cmd.Flags()
+	f.BoolVar(&simulate, "simulate", false, "run in virtual time")
+	f.StringVar((*string)(&params.Shape), "workload", "", "lengths of prompts and answers: seed-like or chat-like (default seed-like, or the variant's own)")
+	f.StringVar((*string)(&params.Variant), "variant", string(routing.Equal), "what differs: equal, slow, stalls, mixed, bursts or low")
+	f.Float64Var(&params.Rate, "rate", 0, "requests a second (default the workload's own)")
+	f.IntVar(&seeds, "seeds", 0, "how many recorded workloads each arm gets (default 15 in virtual time, else 1)")
+	f.IntVar(&params.Requests, "requests", 0, "requests in each workload (default 8000 in virtual time, else what the time allows)")
+	f.Uint64Var(&params.Seed, "seed", 0, "the first workload's seed")
+	f.StringVar(&order, "order", string(schedule.Oldest), "what Millrace starts first: oldest, or shortest (predicted, with ageing)")
+	f.StringVar(&plot, "plot", "", "`file` for a picture (SVG) of the times to the first token")
+	f.StringVar(&log.Level, "log-level", "error", "debug, info, warn or error")
+	out.add(f)
+	return cmd
+}
+
+func writePlot(name string, r *routing.Report) (err error) {
+	f, err := os.Create(name)
+	if err != nil {
+		return fmt.Errorf("creating the plot: %w", err)
+	}
+	defer func() { err = errors.Join(err, f.Close()) }()
+	return r.Plot(f)
+}
+
+func printRouting(w io.Writer, r *routing.Report) error {
+	how := "measured at real speed, figures of all runs together"
+	if r.Simulated {
+		how = "simulated, medians over the runs"
+	}
+	if _, err := fmt.Fprintf(w, "%s, %s, %g requests a second; %s of %s requests; %s; took %.0f s\n\n",
+		r.Workload, r.Variant, r.Rate, plural(r.Runs, "run"), count(r.Requests), how, r.Seconds); err != nil {
+		return err
+	}
+	rows := [][]string{{"", "TTFT P50", "TTFT P99", "E2E P50", "E2E P99", "SPREAD OF LOAD", "PREEMPTIONS", "ERRORS"}}
+	for _, a := range r.Arms {
+		row := []string{string(a.Name)}
+		for _, ms := range []float64{a.TTFTP50, a.TTFTP99, a.E2EP50, a.E2EP99} {
+			row = append(row, fmt.Sprintf("%.0f ms", ms))
+		}
+		rows = append(rows, append(row, fmt.Sprintf("%.3f", a.LoadSpread), fmt.Sprintf("%.4g", a.Preemptions), fmt.Sprintf("%.4g", a.Errors)))
+	}
+	if err := table(w, rows); err != nil {
+		return err
+	}
+	_, err := fmt.Fprintf(w, "\nMillrace's P99 over that of %s: TTFT %.2f, E2E %.2f\n", routing.LeastLoadRandom, r.RatioTTFTP99, r.RatioE2EP99)
+	return err
 }
