@@ -132,8 +132,10 @@ func idOfMember(member string) job.ID { return job.ID("job_" + member) }
 func (s *Store) enterCall(j *job.Job, l Limits) call {
 	t, m := backlogNames(j.Tenant, j.Model)
 	args := []any{t, m, memberOf(j.ID), max(0, j.Class.Rank()), j.BodySize, int64(j.Expected()), s.listTTL().Milliseconds()}
-	for _, a := range []Amount{l.Queue, l.Tenant, l.Model} {
-		args = append(args, a.Jobs, a.Bytes, int64(a.Tokens))
+	if l != (Limits{}) {
+		for _, a := range []Amount{l.Queue, l.Tenant, l.Model} {
+			args = append(args, a.Jobs, a.Bytes, int64(a.Tokens))
+		}
 	}
 	return call{script: enterScript, keys: []string{s.sumsKey(), s.membersKey(t, m)}, args: args}
 }
@@ -200,8 +202,9 @@ func (s *Store) Places(ctx context.Context, jobs []*job.Job) ([]*Place, error) {
 	_, err := s.db.Pipelined(ctx, func(p redis.Pipeliner) error {
 		for i, j := range jobs {
 			t, m := backlogNames(j.Tenant, j.Model)
+			own := fmt.Sprintf(":%s:%d/", m, max(0, j.Class.Rank()))
 			members[i] = p.HGet(ctx, s.membersKey(t, m), memberOf(j.ID))
-			sums[i] = p.HMGet(ctx, s.sumsKey(), ":"+m+":0", ":"+m+":1", ":"+m+":2")
+			sums[i] = p.HMGet(ctx, s.sumsKey(), ":"+m+":0/j", ":"+m+":0/t", ":"+m+":1/j", ":"+m+":1/t", ":"+m+":2/j", ":"+m+":2/t", own+"j", own+"t", own+"a", own+"s")
 		}
 		return nil
 	})
@@ -214,27 +217,23 @@ func (s *Store) Places(ctx context.Context, jobs []*job.Job) ([]*Place, error) {
 		if errors.Is(err, redis.Nil) {
 			continue
 		}
-		v := numbers(member)
-		if err != nil || len(v) < 5 || v[0] > 2 {
-			return nil, wrap(errors.Join(err, sums[i].Err()), "reading the places of %d jobs", len(jobs))
+		v, sum := numbers(member), make([]int64, 10)
+		for f, n := range sums[i].Val() {
+			sum[f], _ = strconv.ParseInt(text(n), 10, 64) // a missing one is 0
 		}
-		var p Place
-		for class, field := range sums[i].Val() {
-			sum := numbers(text(field))
-			if len(sum) < 5 || class > 2 {
-				continue
-			}
-			p.Classes[class] = ClassAmount{Jobs: sum[0], Tokens: job.Tokens(sum[2])}
-			if int64(class) == v[0] {
-				p.Jobs, p.Tokens = max(0, v[3]-1-(sum[3]-sum[0])), job.Tokens(max(0, v[4]-(sum[4]-sum[2])))
-			}
+		if err != nil || len(v) != 5 {
+			return nil, wrap(cmp.Or(err, errAnswer), "reading the places of %d jobs", len(jobs))
 		}
-		places[i] = &p
+		p := &Place{Jobs: max(0, v[3]-1-(sum[8]-sum[6])), Tokens: job.Tokens(max(0, v[4]-(sum[9]-sum[7])))}
+		for class := range p.Classes {
+			p.Classes[class] = ClassAmount{Jobs: sum[2*class], Tokens: job.Tokens(sum[2*class+1])}
+		}
+		places[i] = p
 	}
 	return places, nil
 }
 
-// numbers reads the whole numbers of a sum or a member.
+// numbers reads the whole numbers of a member.
 func numbers(v string) []int64 {
 	var list []int64
 	for f := range strings.FieldsSeq(v) {
@@ -255,78 +254,109 @@ func (s *Store) Backlogs(ctx context.Context) (map[job.Model]*Backlog, error) {
 	return backlogs(sums), nil
 }
 
-func backlogs(sums map[string]string) map[job.Model]*Backlog {
-	all := make(map[job.Model]*Backlog)
+// sum is whose work a sum of the backlog counts: a tenant's in a model, a tenant's in all (no model), or a model's in a class (no tenant).
+type sum struct {
+	tenant job.Tenant
+	model  job.Model
+	class  job.Class
+}
+
+// parseSum reads the name of one number of a sum.
+func parseSum(field string) (of sum, unit string, ok bool) {
+	name, unit, _ := strings.Cut(field, "/")
+	parts := strings.Split(name, ":")
+	if len(parts) == 3 && parts[0] == "" {
+		rank, err := strconv.Atoi(parts[2])
+		if err != nil || rank < 0 || rank >= len(job.Classes()) {
+			return of, unit, false
+		}
+		of.class = job.Classes()[rank]
+	} else if len(parts) != 2 {
+		return of, unit, false
+	}
+	tenant, err1 := url.QueryUnescape(parts[0])
+	model, err2 := url.QueryUnescape(parts[1])
+	of.tenant, of.model = job.Tenant(tenant), job.Model(model)
+	return of, unit, err1 == nil && err2 == nil
+}
+
+// amounts reads the sums; false if some of them cannot be.
+func amounts(sums map[string]string) (all map[sum]Amount, ok bool) {
+	all, ok = make(map[sum]Amount), true
 	for field, v := range sums {
-		t, m, class, ok := parseSum(field)
-		n := numbers(v)
-		if !ok || m == "" || len(n) < 3 {
+		of, unit, readable := parseSum(field)
+		n, err := strconv.ParseInt(v, 10, 64)
+		if !readable || err != nil {
+			ok = false
 			continue
 		}
-		b := all[m]
+		a := all[of]
+		switch unit {
+		case "j":
+			a.Jobs = n
+		case "b":
+			a.Bytes = n
+		case "t":
+			a.Tokens = job.Tokens(n)
+		}
+		all[of] = a
+	}
+	return all, ok
+}
+
+func backlogs(sums map[string]string) map[job.Model]*Backlog {
+	all := make(map[job.Model]*Backlog)
+	numbers, _ := amounts(sums)
+	for of, a := range numbers {
+		if of.model == "" {
+			continue
+		}
+		b := all[of.model]
 		if b == nil {
 			b = &Backlog{Tenants: make(map[job.Tenant]Amount), Classes: make(map[job.Class]Amount)}
-			all[m] = b
+			all[of.model] = b
 		}
-		a := Amount{Jobs: n[0], Bytes: n[1], Tokens: job.Tokens(n[2])}
-		if t == "" {
-			b.Classes[class] = a
+		if of.tenant == "" {
+			b.Classes[of.class] = a
 		} else {
-			b.Tenants[t] = a
+			b.Tenants[of.tenant] = a
 		}
 	}
 	return all
 }
 
-// parseSum reads the name of a sum: of a tenant in a model, of a tenant in all (no model), or of a model's class (no tenant).
-func parseSum(field string) (t job.Tenant, m job.Model, class job.Class, ok bool) {
-	parts := strings.Split(field, ":")
-	if len(parts) == 3 && parts[0] == "" {
-		rank, err := strconv.Atoi(parts[2])
-		if err != nil || rank < 0 || rank >= len(job.Classes()) {
-			return "", "", "", false
-		}
-		class = job.Classes()[rank]
-	} else if len(parts) != 2 {
-		return "", "", "", false
-	}
-	tenant, err1 := url.QueryUnescape(parts[0])
-	model, err2 := url.QueryUnescape(parts[1])
-	return job.Tenant(tenant), job.Model(model), class, err1 == nil && err2 == nil
-}
-
-// consistent tells whether the sums of tenants and classes are those of the pairs, and these those of their members.
-func consistent(sums map[string]string, members map[string]int64) bool {
-	tenants, models := map[job.Tenant]int64{}, map[job.Model]int64{}
-	for field, v := range sums {
-		t, m, _, ok := parseSum(field)
-		n := numbers(v)
+// consistent tells whether the sums of tenants and of classes are those of the pairs, and the pairs' those of their members.
+func consistent(all map[sum]Amount, members map[sum]int64) bool {
+	tenants, models := map[job.Tenant]Amount{}, map[job.Model]Amount{}
+	for of, a := range all {
 		switch {
-		case !ok || len(n) < 3:
+		case of.model == "":
+			tenants[of.tenant] = tenants[of.tenant].minus(a)
+		case of.tenant == "":
+			models[of.model] = models[of.model].minus(a)
+		case members[of] != a.Jobs:
 			return false
-		case m == "":
-			tenants[t] -= n[0]
-		case t == "":
-			models[m] -= n[0]
 		default:
-			tenants[t] += n[0]
-			models[m] += n[0]
-			if members[field] != n[0] {
-				return false
-			}
+			negative := Amount{}.minus(a)
+			tenants[of.tenant] = tenants[of.tenant].minus(negative)
+			models[of.model] = models[of.model].minus(negative)
 		}
 	}
-	for _, n := range tenants {
-		if n != 0 {
+	for _, rest := range tenants {
+		if rest != (Amount{}) {
 			return false
 		}
 	}
-	for _, n := range models {
-		if n != 0 {
+	for _, rest := range models {
+		if rest != (Amount{}) {
 			return false
 		}
 	}
 	return true
+}
+
+func (a Amount) minus(b Amount) Amount {
+	return Amount{Jobs: a.Jobs - b.Jobs, Bytes: a.Bytes - b.Bytes, Tokens: a.Tokens - b.Tokens}
 }
 
 const backlogPage = 1000
@@ -360,12 +390,11 @@ func (s *Store) dropEnded(ctx context.Context, live map[job.ID]bool, settled fun
 	if err != nil {
 		return 0, err
 	}
-	for field := range sums {
-		t, m, _, _ := parseSum(field)
-		if t == "" || m == "" {
+	for of := range sums {
+		if of.tenant == "" || of.model == "" {
 			continue
 		}
-		tenant, model := backlogNames(t, m)
+		tenant, model := backlogNames(of.tenant, of.model)
 		for cursor := uint64(0); ; {
 			page, next, err := s.memberPage(ctx, s.membersKey(tenant, model), cursor)
 			if err != nil {
@@ -381,7 +410,7 @@ func (s *Store) dropEnded(ctx context.Context, live map[job.ID]bool, settled fun
 				}
 			}
 			for ids := range slices.Chunk(suspects, rebuildCount) {
-				n, err := s.dropSuspects(ctx, t, m, ids)
+				n, err := s.dropSuspects(ctx, of.tenant, of.model, ids)
 				dropped += n
 				if err != nil {
 					return dropped, err
@@ -402,44 +431,45 @@ func (s *Store) memberPage(ctx context.Context, key string, cursor uint64) ([]st
 }
 
 // checkedSums reads the sums, and removes all of the backlog if they do not agree with each other or with their members.
-func (s *Store) checkedSums(ctx context.Context) (map[string]string, error) {
+func (s *Store) checkedSums(ctx context.Context) (map[sum]Amount, error) {
 	ctx, cancel := context.WithTimeout(ctx, opTimeout)
 	defer cancel()
-	names, err := s.db.HGetAll(ctx, s.sumsKey()).Result()
-	if err != nil || len(names) == 0 {
+	fields, err := s.db.HGetAll(ctx, s.sumsKey()).Result()
+	if err != nil || len(fields) == 0 {
 		return nil, err
 	}
-	keys := map[string]string{}
-	for field := range names {
-		if t, m, ok := strings.Cut(field, ":"); ok && t != "" && m != "" {
-			keys[field] = s.membersKey(t, m)
+	before, _ := amounts(fields)
+	keys := map[sum]string{}
+	for of := range before {
+		if of.tenant != "" && of.model != "" {
+			t, m := backlogNames(of.tenant, of.model)
+			keys[of] = s.membersKey(t, m)
 		}
 	}
-	var sums *redis.MapStringStringCmd
-	lengths := make(map[string]*redis.IntCmd, len(keys))
+	var again *redis.MapStringStringCmd
+	lengths := make(map[sum]*redis.IntCmd, len(keys))
 	_, err = s.db.TxPipelined(ctx, func(p redis.Pipeliner) error { // all at one moment
-		sums = p.HGetAll(ctx, s.sumsKey())
-		for field, key := range keys {
-			lengths[field] = p.HLen(ctx, key)
+		again = p.HGetAll(ctx, s.sumsKey())
+		for of, key := range keys {
+			lengths[of] = p.HLen(ctx, key)
 		}
 		return nil
 	})
 	if err != nil {
 		return nil, err
 	}
-	members := make(map[string]int64, len(lengths))
-	for field, n := range lengths {
-		members[field] = n.Val()
-	}
-	now := sums.Val()
-	for field := range now {
-		if _, ok := keys[field]; !ok { // a tenant's or model's first job came between: the next turn looks
-			if t, m, _, _ := parseSum(field); t != "" && m != "" {
-				return names, nil
-			}
+	now, ok := amounts(again.Val())
+	members := make(map[sum]int64, len(lengths))
+	for of := range now {
+		n, known := lengths[of]
+		switch {
+		case known:
+			members[of] = n.Val()
+		case of.tenant != "" && of.model != "": // a tenant's first job in the model came between: the next turn looks
+			return before, nil
 		}
 	}
-	if consistent(now, members) {
+	if ok && consistent(now, members) {
 		return now, nil
 	}
 	s.log.Warn("the sums of the backlog are not those of its jobs: counting anew")

@@ -5,24 +5,23 @@
 local sums, members = KEYS[1], KEYS[2]
 local v = redis.call('HGET', members, ARGV[3])
 if not v then return 0 end
-local function split(v)
-	local list = {}
-	for n in string.gmatch(v or '', '%d+') do list[#list + 1] = tonumber(n) end
-	return list
-end
-local member = split(v)
-local mine = {1, member[2], member[3]}
+local class, bytes, tokens = string.match(v, '^(%d+) (%d+) (%d+)')
+local pair, tenant, own = ARGV[1] .. ':' .. ARGV[2] .. '/', ARGV[1] .. ':/', ':' .. ARGV[2] .. ':' .. class .. '/'
 redis.call('HDEL', members, ARGV[3])
-for _, field in ipairs({ARGV[1] .. ':' .. ARGV[2], ARGV[1] .. ':', ':' .. ARGV[2] .. ':' .. member[1]}) do
-	local sum = split(redis.call('HGET', sums, field))
-	if #sum >= 3 then
-		if sum[1] > 1 then
-			for i = 1, 3 do sum[i] = string.format('%.0f', math.max(0, sum[i] - mine[i])) end
-			for i = 4, #sum do sum[i] = string.format('%.0f', sum[i]) end
-			redis.call('HSET', sums, field, table.concat(sum, ' '))
-		else -- nobody is left
-			redis.call('HDEL', sums, field)
-		end
+local n = redis.call('HMGET', sums, pair .. 'j', pair .. 'b', pair .. 't', tenant .. 'j', tenant .. 'b', tenant .. 't', own .. 'j', own .. 'b', own .. 't')
+for i = 1, 9, 3 do
+	n[i], n[i + 1], n[i + 2] = tonumber(n[i] or 0) - 1, math.max(0, tonumber(n[i + 1] or 0) - bytes), math.max(0, tonumber(n[i + 2] or 0) - tokens)
+end
+if n[1] > 0 and n[4] > 0 and n[7] > 0 then
+	redis.call('HSET', sums, pair .. 'j', n[1], pair .. 'b', n[2], pair .. 't', n[3], tenant .. 'j', n[4], tenant .. 'b', n[5], tenant .. 't', n[6],
+		own .. 'j', n[7], own .. 'b', n[8], own .. 't', n[9])
+	return 1
+end
+for i, sum in pairs({[1] = pair, [4] = tenant, [7] = own}) do
+	if n[i] > 0 then
+		redis.call('HSET', sums, sum .. 'j', n[i], sum .. 'b', n[i + 1], sum .. 't', n[i + 2])
+	else -- nobody is left
+		redis.call('HDEL', sums, sum .. 'j', sum .. 'b', sum .. 't', sum .. 'a', sum .. 's')
 	end
 end
 return 1

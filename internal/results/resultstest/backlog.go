@@ -261,7 +261,7 @@ func backlogRepaired(e *env) {
 		e.ok(err)
 		e.same("in order", []int64{places[0].Jobs, places[1].Jobs}, []int64{0, 1})
 	}
-	e.ok(e.raw.HSet(e.ctx, e.prefix+"{backlog}:sums", "acme:", "7 700 350").Err())
+	e.ok(e.raw.HSet(e.ctx, e.prefix+"{backlog}:sums", "acme:/t", "350").Err())
 	repair(0, 2)
 	e.admit(results.Limits{Tenant: results.Amount{Jobs: 3}}, e.sized())
 	e.refused(results.Limits{Tenant: results.Amount{Jobs: 3}}, e.sized(), results.OfTenant, results.Jobs, 3)
