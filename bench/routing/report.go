@@ -52,6 +52,9 @@ type Report struct {
 	// RatioTTFTP99 and RatioE2EP99 are Millrace's P99 over that of least load + random.
 	RatioTTFTP99 float64 `json:"ratio_ttft_p99"`
 	RatioE2EP99  float64 `json:"ratio_e2e_p99"`
+	// LowerBound is what one engine does that is as fast, and has as much KV cache, as all together: no placement can be better. Simulated only, and only where the engines are
+	// equal and do not stall.
+	LowerBound *Arm `json:"lower_bound,omitempty"`
 	// Seconds that it all took.
 	Seconds float64 `json:"seconds"`
 
@@ -93,21 +96,9 @@ func (r *Report) Median(runs Runs) {
 	r.runs = runs
 	var all [][]Arm // by policy, by run
 	for _, p := range Policies() {
-		var arms []Arm
-		for _, run := range runs[p] {
-			arms = append(arms, run.Arm(p))
-		}
+		arms := armsOf(p, runs[p])
 		all = append(all, arms)
-		r.Arms = append(r.Arms, Arm{
-			Name:        p,
-			TTFTP50:     medianOf(arms, func(a Arm) float64 { return a.TTFTP50 }),
-			TTFTP99:     medianOf(arms, func(a Arm) float64 { return a.TTFTP99 }),
-			E2EP50:      medianOf(arms, func(a Arm) float64 { return a.E2EP50 }),
-			E2EP99:      medianOf(arms, func(a Arm) float64 { return a.E2EP99 }),
-			LoadSpread:  medianOf(arms, func(a Arm) float64 { return a.LoadSpread }),
-			Preemptions: medianOf(arms, func(a Arm) float64 { return a.Preemptions }),
-			Errors:      medianOf(arms, func(a Arm) float64 { return a.Errors }),
-		})
+		r.Arms = append(r.Arms, medianArm(p, arms))
 	}
 	base, ours := all[slices.Index(Policies(), LeastLoadRandom)], all[slices.Index(Policies(), Millrace)]
 	var ttft, e2e []float64
@@ -150,6 +141,28 @@ func ratio(a, b float64) float64 {
 		return 0
 	}
 	return a / b
+}
+
+func armsOf(p Policy, runs []*Run) []Arm {
+	arms := make([]Arm, len(runs))
+	for i, run := range runs {
+		arms[i] = run.Arm(p)
+	}
+	return arms
+}
+
+// medianArm has the median of each figure.
+func medianArm(p Policy, arms []Arm) Arm {
+	return Arm{
+		Name:        p,
+		TTFTP50:     medianOf(arms, func(a Arm) float64 { return a.TTFTP50 }),
+		TTFTP99:     medianOf(arms, func(a Arm) float64 { return a.TTFTP99 }),
+		E2EP50:      medianOf(arms, func(a Arm) float64 { return a.E2EP50 }),
+		E2EP99:      medianOf(arms, func(a Arm) float64 { return a.E2EP99 }),
+		LoadSpread:  medianOf(arms, func(a Arm) float64 { return a.LoadSpread }),
+		Preemptions: medianOf(arms, func(a Arm) float64 { return a.Preemptions }),
+		Errors:      medianOf(arms, func(a Arm) float64 { return a.Errors }),
+	}
 }
 
 func medianOf(arms []Arm, figure func(Arm) float64) float64 {

@@ -37,7 +37,8 @@ func Simulate(ctx context.Context, s Study) (*Report, error) {
 		return nil, err
 	}
 	runs := Runs{}
-	for _, p := range Policies() {
+	policies := append(Policies(), oneEngine)
+	for _, p := range policies {
 		runs[p] = make([]*Run, s.Seeds)
 	}
 	g, ctx := errgroup.WithContext(ctx)
@@ -49,7 +50,13 @@ func Simulate(ctx context.Context, s Study) (*Report, error) {
 		if err != nil {
 			return nil, err
 		}
-		for _, policy := range Policies() {
+		for _, policy := range policies {
+			w := w
+			if policy == oneEngine {
+				if w = w.merged(); w == nil {
+					continue
+				}
+			}
 			g.Go(func() error {
 				sim, err := newSimulation(w, policy, s.Order)
 				if err != nil {
@@ -69,8 +76,30 @@ func Simulate(ctx context.Context, s Study) (*Report, error) {
 	}
 	r := &Report{Simulated: true, Workload: s.Shape, Variant: s.Variant, Rate: s.Rate, Requests: s.Requests}
 	r.Median(runs)
+	if bound := runs[oneEngine]; bound[0] != nil {
+		arm := medianArm(oneEngine, armsOf(oneEngine, bound))
+		r.LowerBound = &arm
+	}
 	r.Seconds = time.Since(begun).Seconds()
 	return r, nil
+}
+
+// oneEngine is the arm of the lower bound: a router in front of a merged fleet.
+const oneEngine Policy = "one-engine"
+
+// merged is w on one engine that is as fast and as large as all of w's together, or nil if those are not equal or stall.
+func (w *Workload) merged() *Workload {
+	one, n := w.Engines[0], len(w.Engines)
+	for _, e := range w.Engines {
+		if e.Profile != one.Profile || e.Slowdown != one.Slowdown || len(e.Stalls) > 0 {
+			return nil
+		}
+	}
+	one.Slowdown /= float64(n)
+	one.Profile.KVTokens *= n
+	merged := *w
+	merged.Engines = []Engine{one}
+	return &merged
 }
 
 // givenUp is how long after the last arrival a simulation must have ended: an arm that loses a request is found out.

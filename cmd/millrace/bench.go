@@ -222,7 +222,11 @@ func printRouting(w io.Writer, r *routing.Report) error {
 		return err
 	}
 	rows := [][]string{{"", "TTFT P50", "TTFT P99", "E2E P50", "E2E P99", "SPREAD OF LOAD", "PREEMPTIONS", "ERRORS"}}
-	for _, a := range r.Arms {
+	arms := r.Arms
+	if r.LowerBound != nil {
+		arms = append(slices.Clip(arms), *r.LowerBound)
+	}
+	for _, a := range arms {
 		row := []string{string(a.Name)}
 		for _, ms := range []float64{a.TTFTP50, a.TTFTP99, a.E2EP50, a.E2EP99} {
 			row = append(row, fmt.Sprintf("%.0f ms", ms))
