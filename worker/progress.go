@@ -85,6 +85,19 @@ func (p *progress) silence(now time.Time) silence {
 	return silence{length: now.Sub(p.last), since: p.last, counted: p.counts, streamed: p.streams > 0}
 }
 
+// places is how many sequences the engine says that it runs at once, 0 if it does not.
+func (p *progress) places() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.reading.MaxRunning
+}
+
+// full tells whether the engine runs as many sequences as it can, so that one more has to wait. The scheduler's own limit may be lower.
+func (w *Worker) full() bool {
+	places := w.progress.places()
+	return places > 0 && w.gate.status().Sequences >= places
+}
+
 // The patience with an engine that may be busy and cannot show it, in stall times: it begins with patient, and doubles with each stall that it ends in, up to mostPatient. An
 // engine that needs longer for its answers gets them whole in the end, and one that hangs is found in any case.
 const (
@@ -181,7 +194,7 @@ func (w *Worker) watchProgress(ctx context.Context) {
 			}
 		case now := <-tick.C:
 			s := w.progress.silence(now)
-			v := judge(s, w.cfg.StallTimeout, patience, probed, w.gate.full(), now)
+			v := judge(s, w.cfg.StallTimeout, patience, probed, w.full(), now)
 			if v == wait { // the probe may wait for long behind what the engine has
 				if probe == nil {
 					probe = w.try(ctx)

@@ -50,10 +50,20 @@ func (w *Worker) watch(ctx context.Context, serve func(job.Model) context.Cancel
 		if ctx.Err() != nil {
 			return
 		}
+		w.fallBack(f)
+	}
+}
+
+// fallBack says why the engine is not ready any more. A stall that was found meanwhile says more than the probe that fails with it.
+func (w *Worker) fallBack(f fall) {
+	w.mu.Lock()
+	known := w.state == cluster.Stalled
+	w.mu.Unlock()
+	if !known {
 		w.setState(f.state, f.reason)
-		if f.halt != nil {
-			w.halt(f.halt)
-		}
+	}
+	if f.halt != nil {
+		w.halt(f.halt)
 	}
 }
 
@@ -298,7 +308,7 @@ func (w *Worker) examine(ctx context.Context, why string) *fall {
 	f := &fall{state: cluster.Unready, reason: fmt.Sprintf("%s; probe: %v", why, err)}
 	if noAnswer(err) {
 		switch s := w.progress.silence(time.Now()); {
-		case s.since.After(began), s.length > 0 && w.gate.full() && !s.counted: // the stall time decides about what cannot be seen
+		case s.since.After(began), s.length > 0 && w.full() && !s.counted: // the stall time decides about what cannot be seen
 			return nil
 		case s.length > 0: // whatever it has is not answered either
 			f.state, f.reason, f.halt = cluster.Stalled, "engine_stalled: "+f.reason, errStalled

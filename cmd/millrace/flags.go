@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math"
+	"os"
 	"strconv"
 	"strings"
 	"time"
@@ -173,8 +174,7 @@ func (c *workerFlags) add(fs *pflag.FlagSet) {
 	fs.Var((*degree)(&c.TensorParallel), "tensor-parallel", "`GPUs` that share each layer of the engine's model (default what the engine tells)")
 	fs.Var((*degree)(&c.PipelineParallel), "pipeline-parallel", "`stages` of the engine's model on GPUs in a row (default what the engine tells)")
 	fs.Var((*degree)(&c.DataParallel), "data-parallel", "`ranks` of the engine, each with a KV cache of its own (default what the engine tells)")
-	fs.StringSliceVar(&c.GPUs, "gpus", nil, "`GPUs` of the engine by index or UUID, or all, or none; a failed one stops the worker (default all of this machine, if the shape takes as many)")
-	variables(fs, "gpus", "MILLRACE_GPUS", "CUDA_VISIBLE_DEVICES")
+	fs.StringSliceVar(&c.GPUs, "gpus", nil, "`GPUs` of the engine by index or UUID, or all, or none; a failed one stops the worker (default CUDA_VISIBLE_DEVICES, else all of this machine if the shape takes as many)")
 }
 
 // scheduleDefaults are shown in the help; the scheduler has the same.
@@ -210,8 +210,12 @@ func (c *workerFlags) checkShares() error {
 	return errors.Join(errs...)
 }
 
-// checkGPUs reads the GPUs' names as CUDA does, which sees none behind a negative index.
+// checkGPUs takes the GPUs from CUDA_VISIBLE_DEVICES where none were named.
 func (c *workerFlags) checkGPUs() error {
+	if len(c.GPUs) == 0 {
+		c.GPUs = visibleToCUDA(os.Getenv("CUDA_VISIBLE_DEVICES"))
+		return nil
+	}
 	for i, name := range c.GPUs {
 		c.GPUs[i] = strings.TrimSpace(name)
 		if strings.HasPrefix(c.GPUs[i], "-") {
@@ -219,6 +223,24 @@ func (c *workerFlags) checkGPUs() error {
 		}
 	}
 	return nil
+}
+
+// visibleToCUDA reads a value of CUDA_VISIBLE_DEVICES: CUDA sees nothing from a negative index on, and everything if the variable is not set.
+func visibleToCUDA(list string) []string {
+	if list == "" {
+		return nil
+	}
+	names := strings.Split(list, ",")
+	for i := range names {
+		if names[i] = strings.TrimSpace(names[i]); names[i] == "" || names[i][0] == '-' {
+			names = names[:i]
+			break
+		}
+	}
+	if len(names) == 0 {
+		return []string{worker.NoGPUs}
+	}
+	return names
 }
 
 // degree is a flag of how many GPUs share something: not set, or at least 1.

@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/millrace/millrace/internal/client"
+	"github.com/millrace/millrace/internal/job"
 )
 
 func newStatus(p *program) *cobra.Command {
@@ -90,7 +91,7 @@ func printStatus(w io.Writer, now time.Time, queues []client.ModelQueue, workers
 
 // printWorkers prints a table that fits 120 columns, and a line for each that a person should look at.
 func printWorkers(w io.Writer, now time.Time, workers []client.Worker) error {
-	head := []string{"WORKER", "STATE", "SINCE", "KV CACHE", "", "LOAD", "TTFT", "RUNNING", "TOKENS/S", "DONE", "FAILED", "ENGINE"}
+	head := []string{"WORKER", "STATE", "SINCE", "KV CACHE", "", "LOAD", "TTFT", "RUNNING", "TOK/S", "DONE", "FAILED", "ENGINE"}
 	differ := slices.ContainsFunc(workers, func(wk client.Worker) bool { return !slices.Equal(wk.Models, workers[0].Models) })
 	if differ { // else the models stand above
 		head = append(head, "MODELS")
@@ -103,7 +104,7 @@ func printWorkers(w io.Writer, now time.Time, workers []client.Worker) error {
 			share = 1 - float64(wk.Free)/float64(wk.Capacity)
 		}
 		row := []string{
-			wk.Name, wk.State, since(now, wk.StateSince), bar(share, 10), fmt.Sprintf("%.0f%% of %s", 100*share, count(wk.Capacity)), fmt.Sprintf("%.0f%%", 100*wk.Load),
+			wk.Name, wk.State, since(now, wk.StateSince), bar(share, 8), fmt.Sprintf("%.0f%% of %s", 100*share, rough(wk.Capacity)), fmt.Sprintf("%.0f%%", 100*wk.Load),
 			expected(wk), runningJobs(wk), fmt.Sprintf("%.0f", wk.TokensPerSecond), count(wk.Completed), count(wk.Failed), strings.TrimSpace(wk.Engine + " " + shape(wk.Shape)),
 		}
 		if differ {
@@ -124,12 +125,28 @@ func printWorkers(w io.Writer, now time.Time, workers []client.Worker) error {
 	return err
 }
 
+// rough prints a number of tokens short.
+func rough(n job.Tokens) string {
+	switch {
+	case n < 100_000:
+		return count(n)
+	case n < 1_000_000:
+		return fmt.Sprintf("%dk", n/1000)
+	default:
+		return fmt.Sprintf("%.1fM", float64(n)/1e6)
+	}
+}
+
 // since is for how long a state lasts.
 func since(now time.Time, began float64) string {
 	if began == 0 { // an older worker, which does not tell
 		return ""
 	}
-	return short(now.Sub(unixTime(began)).Round(time.Second))
+	d := max(0, now.Sub(unixTime(began))).Round(time.Second)
+	if d < time.Minute {
+		return fmt.Sprintf("%ds", int(d.Seconds()))
+	}
+	return short(d)
 }
 
 // expected is the expected time to a first token, and the level at which the worker pulls.

@@ -1,0 +1,93 @@
+package main
+
+import (
+	"strings"
+	"testing"
+	"time"
+	"unicode/utf8"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/millrace/millrace/internal/client"
+	"github.com/millrace/millrace/internal/job"
+)
+
+// TestStatusOfWorkers: what a person sees of workers in every condition, within 120 columns but for notes and models.
+func TestStatusOfWorkers(t *testing.T) {
+	t.Parallel()
+	now := time.Unix(1_700_000_000, 0)
+	began := func(ago time.Duration) float64 { return float64(now.Add(-ago).Unix()) }
+	const gib = 1 << 30
+	workers := []client.Worker{
+		{
+			Name: "gpu-box-1", State: "ready", StateSince: began(3*time.Hour + 2*time.Minute), Models: []job.Model{"llama-70b"}, Engine: "vllm", Source: "engine",
+			Shape:    client.Shape{TensorParallel: 2, PipelineParallel: 1, DataParallel: 4},
+			Capacity: 1_200_000, Free: 400_000, Load: 0.667, Level: 2, TTFT: 0.083, Running: 61, Limit: 256, InHand: 2, TokensPerSecond: 2431.4, Completed: 123_456, Failed: 12,
+			GPUs: []client.GPU{
+				{Index: 0, Model: "NVIDIA H100 80GB HBM3", MemoryTotal: 80 * gib, MemoryUsed: 71.5 * gib, Utilization: 0.97, Temperature: 64},
+				{Index: 1, Model: "NVIDIA H100 80GB HBM3", MemoryTotal: 80 * gib, MemoryUsed: 70 * gib, Stale: true},
+			},
+		},
+		{
+			Name: "gpu-box-2", State: "unready", Reason: "gpu_fault: GPU 0: Xid 79: it has fallen off the bus", StateSince: began(12 * time.Second), FallBacks: 4, ProbeSeconds: 0.042,
+			Models: []job.Model{"llama-70b"}, Engine: "vllm", Source: "engine", Capacity: 1_200_000, Free: 1_200_000, Level: 9,
+			GPUs: []client.GPU{{Index: 0, Model: "NVIDIA H100 80GB HBM3", Fault: "Xid 79: it has fallen off the bus"}},
+		},
+		{
+			Name: "laptop", State: "ready", StateSince: began(90 * time.Second), Models: []job.Model{"llama3.2:1b"}, Engine: "ollama", Source: "estimated", Capacity: 32_768, Free: 8_192,
+			Load: 1.25, Level: 7, TTFT: 3.2, Running: 4, Limit: 4, Brake: "requests wait inside the engine", EngineWaiting: 1, TokensPerSecond: 38, Completed: 2,
+		},
+	}
+	var out strings.Builder
+	if err := printWorkers(&out, now, workers); err != nil {
+		t.Fatal(err)
+	}
+	if err := printGPUs(&out, workers); err != nil {
+		t.Fatal(err)
+	}
+	want := `WORKER     STATE    SINCE  KV CACHE                 LOAD  TTFT      RUNNING    TOK/S  DONE     FAILED  ENGINE        MODELS
+gpu-box-1  ready    3h02m  █████░░░  67% of 1.2M    67%   83ms (2)  61/256 +2  2431   123,456  12      vllm tp2 dp4  llama-70b
+gpu-box-2  unready  12s    ░░░░░░░░  0% of 1.2M     0%    - (9)     0          0      0        0       vllm          llama-70b
+laptop     ready    1m30s  ██████░░  75% of 32,768  125%  3.2s (7)  4/4        38     2        0       ollama        llama3.2:1b
+
+gpu-box-2: gpu_fault: GPU 0: Xid 79: it has fallen off the bus; fell back 4 times, the last probe took 42ms
+laptop: pulls nothing: requests wait inside the engine; 1 request waiting inside the engine; its engine does not tell its cache: the size is the configured one
+
+WORKER     GPU  MODEL                  MEMORY            BUSY  TEMP   FAULT
+gpu-box-1  0    NVIDIA H100 80GB HBM3  71.5 of 80.0 GiB  97%   64 °C  
+gpu-box-1  1    NVIDIA H100 80GB HBM3  70.0 of 80.0 GiB  0%    0 °C   the driver does not answer
+gpu-box-2  0    NVIDIA H100 80GB HBM3  0.0 of 0.0 GiB    0%    0 °C   Xid 79: it has fallen off the bus
+`
+	if diff := cmp.Diff(want, out.String()); diff != "" {
+		t.Error(diff)
+	}
+	for line := range strings.Lines(out.String()) {
+		if i := strings.Index(line, "MODELS"); i >= 0 && utf8.RuneCountInString(line[:i]) > 120 {
+			t.Errorf("the table is wider than 120 columns: %q", line)
+		}
+	}
+}
+
+// TestWorkersOfOneKindNeedNoModels: they stand above, with the queues.
+func TestWorkersOfOneKindNeedNoModels(t *testing.T) {
+	t.Parallel()
+	var out strings.Builder
+	workers := []client.Worker{{Name: "a", Models: []job.Model{"m"}}, {Name: "b", Models: []job.Model{"m"}}}
+	if err := printWorkers(&out, time.Now(), workers); err != nil {
+		t.Fatal(err)
+	}
+	if strings.Contains(out.String(), "MODELS") || len(strings.Split(strings.TrimSpace(out.String()), "\n")) != 3 {
+		t.Errorf("got\n%s", out.String())
+	}
+}
+
+func TestGPUsThatCUDASees(t *testing.T) {
+	t.Parallel()
+	for list, want := range map[string][]string{
+		"": nil, "0": {"0"}, "1, GPU-ab": {"1", "GPU-ab"}, "0,-1,1": {"0"}, "-1": {"none"}, ",": {"none"},
+	} {
+		if diff := cmp.Diff(want, visibleToCUDA(list)); diff != "" {
+			t.Errorf("%q: %s", list, diff)
+		}
+	}
+}
