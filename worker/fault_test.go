@@ -113,11 +113,11 @@ func TestRetryAfterIsAFloor(t *testing.T) {
 	}
 }
 
-// TestBrokenStreamIsRetriedFromNothing: readers are told by a reset, and the answer is that of the second attempt alone.
+// TestBrokenStreamIsRetriedFromNothing where the engine does not continue: readers are told by a reset, and the answer is that of the second attempt alone.
 func TestBrokenStreamIsRetriedFromNothing(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, 5*time.Second)
-	eng, calls := emulate(t, emulator.Config{})
+	eng, calls := emulate(t, emulator.Config{NoContinuation: true})
 	e.work(eng.URL)
 	for _, how := range []string{"reset-after=3", "error-after=3", "broken-chunk-after=3"} {
 		j := e.submit(e.job(chat("hello [[emulator:times=1,"+how+"]]", ""), withEvents))
@@ -127,7 +127,7 @@ func TestBrokenStreamIsRetriedFromNothing(t *testing.T) {
 			t.Errorf("%s: outcome %+v, charged %d", how, o, rec.Charged)
 		}
 		events := e.events(j)
-		if diff := cmp.Diff([]job.EventKind{job.EventStatus, job.EventToken, job.EventReset, job.EventToken, job.EventDone}, kinds(events)); diff != "" {
+		if diff := cmp.Diff([]job.EventKind{job.EventStatus, job.EventToken, job.EventStatus, job.EventReset, job.EventToken, job.EventDone}, kinds(events)); diff != "" {
 			t.Errorf("%s: %s", how, diff)
 		}
 		var text strings.Builder
