@@ -6,6 +6,9 @@ N         ?= 20
 TESTFLAGS ?=
 COMPOSE   ?= docker compose
 
+# NVIDIA's header warns of each old name that its own binding keeps.
+export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
+
 # Packages where state is shared between goroutines: `make race RACE=./...` takes them all.
 RACE ?= ./api/... ./dispatcher/... ./worker/... ./internal/...
 
