@@ -4,7 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
+	"strings"
 
+	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/results"
 )
@@ -48,15 +52,15 @@ func (d *Dispatcher) expireOne(ctx context.Context, id job.ID, now job.Millis) e
 	if err != nil {
 		return fmt.Errorf("reading late job %s: %w", id, err)
 	}
-	message := late(rec, now)
+	message := late(rec, now, d.deps.Cluster.Workers(rec.Job.Model))
 	if message == "" {
 		return nil
 	}
 	return d.end(ctx, rec, job.Outcome{State: job.Expired, Error: job.NewError(job.TypeServer, job.CodeExpired, message)})
 }
 
-// late says why a job must end now, "" if it need not. A job that has started once has only its deadline to keep.
-func late(rec *results.Record, now job.Millis) string {
+// late says why a job must end now, "" if it need not. A job that has started once has only its deadline to keep. workers are those of its model: of one that never started they tell what it waited for.
+func late(rec *results.Record, now job.Millis, workers []cluster.Member) string {
 	j := &rec.Job
 	switch {
 	case rec.State.Ended():
@@ -66,9 +70,34 @@ func late(rec *results.Record, now job.Millis) string {
 	case now >= j.Expires && len(rec.Attempts) > 0:
 		return fmt.Sprintf("The job's deadline passed while it waited for another attempt; it had %d, the last ended with %q.", len(rec.Attempts), rec.Attempts[len(rec.Attempts)-1].Outcome)
 	case now >= j.Expires:
-		return "The job's deadline passed before a worker had room for it."
+		return "The job's deadline passed before a worker had room for it: " + capacity(workers)
 	case rec.Token == 0 && j.QueueTimeout > 0 && now >= j.Created+j.QueueTimeout:
-		return fmt.Sprintf("The job waited longer than its queue_timeout of %s.", j.QueueTimeout.Duration())
+		return fmt.Sprintf("The job waited longer than its queue_timeout of %s: %s", j.QueueTimeout.Duration(), capacity(workers))
 	}
 	return ""
+}
+
+// capacity says what there is to run a model's jobs.
+func capacity(workers []cluster.Member) string {
+	ready, others := 0, map[cluster.WorkerState]int{}
+	for _, w := range workers {
+		switch {
+		case w.Worker == nil:
+		case w.Worker.State == cluster.Ready:
+			ready++
+		default:
+			others[w.Worker.State]++
+		}
+	}
+	switch {
+	case ready > 0:
+		return fmt.Sprintf("its model's ready workers, %d now, had other jobs to run.", ready)
+	case len(others) == 0:
+		return "no worker serves its model now."
+	}
+	states := make([]string, 0, len(others))
+	for _, s := range slices.Sorted(maps.Keys(others)) {
+		states = append(states, fmt.Sprintf("%d %s", others[s], s))
+	}
+	return "none of its model's workers is ready now (" + strings.Join(states, ", ") + ")."
 }

@@ -1,0 +1,96 @@
+package dispatcher_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/results"
+)
+
+// leaderInfo is what the leader tells of the model in its heartbeats.
+func (e *env) leaderInfo() (info cluster.QueueInfo) {
+	for _, m := range e.cluster.Members() {
+		for _, q := range m.Queues {
+			if q.Model == model {
+				info = q
+			}
+		}
+	}
+	return info
+}
+
+func TestHeartbeatsTellTheBacklog(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	w := e.worker("w")
+	sized := func(tenant job.Tenant, class job.Class) func(*job.Job) {
+		return func(j *job.Job) {
+			j.Tenant, j.Class, j.BodySize, j.Cost = tenant, class, 100, job.Cost{Prompt: 30, Output: 20, Answers: 1}
+		}
+	}
+	e.submit(queue.AnyLane, e.job(sized("acme", job.Standard)))
+	e.submit(queue.AnyLane, e.job(sized("acme", job.Standard)))
+	e.submit(queue.TenantLane("other"), e.job(sized("other", job.Batch)))
+	d, c := e.claim(w, job.Standard)
+	e.background(e.dispatcher(quick).Run)
+	e.until("the backlog is told", func() bool {
+		info := e.leaderInfo()
+		return info.Total == cluster.Backlog{Jobs: 3, Bytes: 300, Tokens: 150} && info.Backlog["acme"].Jobs == 2 && info.Backlog["other"].Tokens == 50 && info.Delivered[job.Standard] == 1
+	})
+	e.finish(w, d, c)
+	e.until("one has ended", func() bool { return e.leaderInfo().Total.Jobs == 2 })
+}
+
+// TestBacklogIsRepaired: a member whose job has ended, as a crash leaves it, does not stay, and a wipe takes nothing away for long.
+func TestBacklogIsRepaired(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	w := e.worker("w")
+	e.submit(queue.AnyLane, e.job())
+	d, c := e.claim(w, job.Standard)
+	waiting := e.submit(queue.AnyLane, e.job())
+	ghost := d.Job
+	ghost.Tenant = "ghost" // nobody ends the job under this name
+	_, err := e.results.Accept(t.Context(), &ghost, nil, results.Limits{})
+	e.ok(err)
+	e.finish(w, d, c)
+	jobs := func() int64 {
+		all, err := e.results.Backlogs(t.Context())
+		e.ok(err)
+		return all[model].Sum().Jobs
+	}
+	if n := jobs(); n != 2 {
+		t.Fatalf("%d jobs", n)
+	}
+	e.lead(quick)
+	e.until("only what waits is counted", func() bool { return jobs() == 1 })
+	e.wipe()
+	e.until("it is counted again", func() bool { return jobs() == 1 && e.get(waiting).State == job.Queued })
+}
+
+func TestExpiredJobsSayWhatTheyWaitedFor(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	l := e.lead(quick)
+	expired := func(want string) {
+		t.Helper()
+		rec := e.ended(e.submit(queue.AnyLane, e.job(func(j *job.Job) { j.Expires = j.Created + 300 })), job.Expired, job.CodeExpired)
+		if !strings.Contains(rec.Outcome.Error.Message, want) {
+			t.Errorf("%q does not say %q", rec.Outcome.Error.Message, want)
+		}
+	}
+	expired("no worker serves its model now")
+	for state, want := range map[cluster.WorkerState]string{
+		cluster.Starting: "none of its model's workers is ready now (1 starting)",
+		cluster.Ready:    "ready workers, 1 now, had other jobs to run",
+	} {
+		gone := e.announce(e.parts, cluster.Heartbeat{ID: string(state), Role: cluster.RoleWorker, Worker: &cluster.WorkerInfo{State: state, Models: []job.Model{model}}})
+		e.until("the worker is heard", func() bool { return len(l.cluster.Workers(model)) == 1 })
+		expired(want)
+		gone()
+		e.until("the worker is gone", func() bool { return len(l.cluster.Workers(model)) == 0 })
+	}
+}
