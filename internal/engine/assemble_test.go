@@ -138,7 +138,11 @@ func TestTheThreeTails(t *testing.T) {
 			for _, c := range tc.chunks {
 				all = append(all, []byte(c))
 			}
-			if diff := cmp.Diff(tc.want, add(t, a, all...)); diff != "" {
+			var says []engine.Chunk
+			for _, c := range add(t, a, all...) {
+				says = append(says, engine.Chunk{Show: c.Show, Token: c.Token})
+			}
+			if diff := cmp.Diff(tc.want, says); diff != "" {
 				t.Errorf("chunks (-want +got):\n%s", diff)
 			}
 			if diff := cmp.Diff(tc.usage, a.Usage()); diff != "" {
@@ -166,6 +170,57 @@ func TestWhatCountsAsAToken(t *testing.T) {
 		got := add(t, engine.NewAssembler(job.Completions, false), []byte(`{"choices":[{"index":0,"text":`+text+`}]}`))
 		if got[0].Token != want {
 			t.Errorf("%s: %t", text, got[0].Token)
+		}
+	}
+}
+
+// TestPartialIsTextAndNothingElse: what can be gone on with.
+func TestPartialIsTextAndNothingElse(t *testing.T) {
+	t.Parallel()
+	const head = `{"choices":[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null}]}`
+	for name, c := range map[string]struct {
+		endpoint job.Endpoint
+		chunks   []string
+		text     string
+		ok, done bool
+	}{
+		"nothing":        {job.ChatCompletions, nil, "", true, false},
+		"a role":         {job.ChatCompletions, []string{head}, "", true, false},
+		"text":           {job.ChatCompletions, []string{head, `{"choices":[{"delta":{"content":"a\"","tool_calls":[],"reasoning":null,"refusal":""},"finish_reason":null,"token_ids":null}]}`, `{"choices":[{"delta":{"content":"\u6771"}}]}`}, `a"東`, true, false},
+		"an end":         {job.ChatCompletions, []string{head, `{"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop","stop_reason":"x"}]}`}, "a", true, true},
+		"a completion":   {job.Completions, []string{`{"choices":[{"index":0,"text":" a","logprobs":null}]}`, `{"choices":[{"index":0,"text":" b"}]}`}, " a b", true, false},
+		"reasoning":      {job.ChatCompletions, []string{head, `{"choices":[{"delta":{"reasoning_content":"hm"}}]}`, `{"choices":[{"delta":{"content":"a"}}]}`}, "", false, false},
+		"a tool call":    {job.ChatCompletions, []string{head, `{"choices":[{"delta":{"tool_calls":[{"index":0,"function":{"name":"f"}}]}}]}`}, "", false, false},
+		"logprobs":       {job.ChatCompletions, []string{`{"choices":[{"delta":{"content":"a"},"logprobs":{"content":[{"token":"a"}]}}]}`}, "", false, false},
+		"token ids":      {job.ChatCompletions, []string{`{"choices":[{"delta":{"content":"a"},"token_ids":[1]}]}`}, "", false, false},
+		"two choices":    {job.ChatCompletions, []string{head, `{"choices":[{"index":1,"delta":{"content":"a"}}]}`}, "", false, false},
+		"one of two end": {job.ChatCompletions, []string{`{"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}`, `{"choices":[{"index":1,"delta":{"content":"a"}}]}`}, "", false, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			a := engine.NewAssembler(c.endpoint, false)
+			for _, data := range c.chunks {
+				add(t, a, []byte(data))
+			}
+			if text, ok := a.Partial(); text != c.text || ok != c.ok || a.Finished() != c.done {
+				t.Errorf("%q, %v, finished %v", text, ok, a.Finished())
+			}
+		})
+	}
+}
+
+func TestAChunkTellsWhatItHas(t *testing.T) {
+	t.Parallel()
+	for data, want := range map[string]engine.Chunk{
+		`{"choices":[{"delta":{"role":"assistant","content":""}}]}`:                     {Show: true, Choice: true},
+		`{"choices":[{"delta":{"content":""}}]}`:                                        {Show: true, Choice: true, Empty: true},
+		`{"choices":[{"delta":{},"finish_reason":"stop"}],"usage":{"prompt_tokens":1}}`: {Show: true, Choice: true, Empty: true, Usage: true},
+		`{"choices":[{"delta":{"role":"assistant","content":"a"}}],"usage":null}`:       {Show: true, Choice: true, Token: true},
+		`{"choices":[{"delta":{"content":"a"}},{"index":1,"delta":{"content":""}}]}`:    {Show: true, Choice: true, Token: true},
+		`{"choices":[],"usage":{"prompt_tokens":1}}`:                                    {Usage: true},
+	} {
+		if diff := cmp.Diff([]engine.Chunk{want}, add(t, engine.NewAssembler(job.ChatCompletions, true), []byte(data))); diff != "" {
+			t.Errorf("%s: %s", data, diff)
 		}
 	}
 }

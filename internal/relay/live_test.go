@@ -446,6 +446,144 @@ func TestWhatWasShownIsNotRunAgain(t *testing.T) {
 	}
 }
 
+const streamHead = "text/event-stream; charset=utf-8"
+
+// TestAStreamIsGoneOnWithFromWhatWasRead: the next attempt is told what the reader took, and not what its predecessor sent.
+func TestAStreamIsGoneOnWithFromWhatWasRead(t *testing.T) {
+	t.Parallel()
+	for name, end := range map[string]func(*relay.Seat, *relay.Answer) error{
+		"given back": func(_ *relay.Seat, a *relay.Answer) error { return finish(t, a, relay.End{Retry: true, Charged: true}) },
+		"left":       func(s *relay.Seat, a *relay.Answer) error { a.Close(); return freed(t, s) },
+		"released":   func(s *relay.Seat, _ *relay.Answer) error { s.Release(true); return nil },
+	} {
+		s := newServer(t)
+		d, w := newDesk(t, newRelay(t, s)), newRelay(t, s)
+		seat := d.Expect("job_1")
+		a, c := claimed(t, w, "job_1", "w1")
+		if c.Shown != nil {
+			t.Errorf("%s: %q was shown to nobody", name, c.Shown)
+		}
+		send(t, a, relay.Part{Head: &relay.Head{StatusCode: 200, ContentType: streamHead}})
+		for _, data := range []string{"data: 1\n\n", "data: 2\n\n", "data: not read\n\n"} {
+			send(t, a, relay.Part{Data: []byte(data)})
+		}
+		for range 3 {
+			if _, err := seat.Next(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := end(seat, a); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if !seat.Resumable() {
+			t.Errorf("%s: it cannot be gone on with", name)
+		}
+		next, c := claimed(t, w, "job_1", "w2")
+		if string(c.Shown) != "data: 1\n\ndata: 2\n\n" {
+			t.Errorf("%s: %q was shown", name, c.Shown)
+		}
+		if err := a.Send(relay.Part{Data: []byte("data: late\n\n")}); err != nil && name == "released" {
+			t.Error(err)
+		}
+		send(t, next, relay.Part{Head: &relay.Head{StatusCode: 200, ContentType: streamHead, Continues: true}})
+		send(t, next, relay.Part{Data: []byte("data: 3\n\n")})
+		for range 2 {
+			if _, err := seat.Next(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := finish(t, next, relay.End{Retry: true}); err != nil {
+			t.Error(err)
+		}
+		last, c := claimed(t, w, "job_1", "w3")
+		if string(c.Shown) != "data: 1\n\ndata: 2\n\ndata: 3\n\n" { // of all attempts
+			t.Errorf("%s: %q was shown", name, c.Shown)
+		}
+		if err := finish(t, last, relay.End{State: job.Completed}); err != nil {
+			t.Error(err)
+		}
+		if _, body, end := read(t, seat); len(body) != 0 || end == nil || end.State != job.Completed {
+			t.Errorf("%s: read %q, %+v", name, body, end)
+		}
+	}
+}
+
+// freed returns once nobody holds the seat.
+func freed(t *testing.T, s *relay.Seat) error {
+	t.Helper()
+	for deadline := time.Now().Add(60 * time.Second); ; time.Sleep(time.Millisecond) {
+		if w, _, _ := s.Holder(); w == "" {
+			return nil
+		}
+		if time.Now().After(deadline) {
+			return errors.New("it is still held")
+		}
+	}
+}
+
+// TestAStreamThatCannotBeGoneOnWithEnds: one that is too long to be kept, one that was cut within an event, and an answer that is no stream.
+func TestAStreamThatCannotBeGoneOnWithEnds(t *testing.T) {
+	t.Parallel()
+	s := newServer(t)
+	d, w := newDesk(t, newRelay(t, s)), newRelay(t, s)
+	event := "data: " + strings.Repeat("x", 100<<10) + "\n\n"
+	for name, c := range map[string]struct {
+		head  relay.Head
+		parts []string
+	}{
+		"too long":         {relay.Head{StatusCode: 200, ContentType: streamHead}, []string{event, event, event, event, event, event}},
+		"within an event":  {relay.Head{StatusCode: 200, ContentType: streamHead}, []string{"data: 1\n\nda"}},
+		"another type":     {relay.Head{StatusCode: 200, ContentType: "application/json"}, []string{"{}\n\n"}},
+		"an error's words": {relay.Head{StatusCode: 500, ContentType: streamHead}, []string{"{}\n\n"}},
+	} {
+		seat := d.Expect("job_1")
+		a, _ := claimed(t, w, "job_1", "w1")
+		send(t, a, relay.Part{Head: &c.head})
+		for _, p := range c.parts {
+			send(t, a, relay.Part{Data: []byte(p)})
+		}
+		for range len(c.parts) + 1 {
+			if _, err := seat.Next(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if seat.Resumable() {
+			t.Errorf("%s: it counts as one to go on with", name)
+		}
+		if err := finish(t, a, relay.End{Retry: true}); err != nil {
+			t.Error(err)
+		}
+		if _, _, end := read(t, seat); end == nil || end.Error == nil || end.State != job.Failed {
+			t.Errorf("%s: read %+v", name, end)
+		}
+		seat.Close()
+		a.Close()
+	}
+}
+
+// TestAClaimsReplyFitsTheServer, however small its messages must be.
+func TestAClaimsReplyFitsTheServer(t *testing.T) {
+	t.Parallel()
+	s := newServer(t)
+	d, w := newDesk(t, newRelay(t, s)), newRelay(t, s)
+	seat := d.Expect("job_1")
+	a, _ := claimed(t, w, "job_1", "w1")
+	send(t, a, relay.Part{Head: &relay.Head{StatusCode: 200, ContentType: streamHead}})
+	event := "data: " + strings.Repeat("x", 1016) + "\n\n" // a KiB
+	for range relay.MaxShown >> 10 {
+		send(t, a, relay.Part{Data: []byte(event)})
+	}
+	for range relay.MaxShown>>10 + 1 {
+		if _, err := seat.Next(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	seat.Release(false)
+	if _, c := claimed(t, w, "job_1", "w2"); len(c.Shown) != relay.MaxShown {
+		t.Errorf("%d bytes were shown", len(c.Shown))
+	}
+}
+
 // puppet plays one side of answers by hand.
 type puppet struct {
 	t    *testing.T
