@@ -165,7 +165,7 @@ func (c *workerFlags) add(fs *pflag.FlagSet) {
 	fs.DurationVar(&c.SessionTTL, "session-ttl", 30*time.Minute, "how long after its last turn a session's calls go to the worker that has it in its KV cache")
 	fs.DurationVar(&c.PrefixTTL, "prefix-ttl", 10*time.Minute, "the same for prompts without a session that begin alike")
 	fs.IntVar(&c.MaxAttempts, "max-attempts", 5, "how often a job is tried whose engine fails")
-	c.Schedule = scheduleDefaults
+	c.Schedule = schedule.Defaults()
 	fs.StringVar((*string)(&c.Schedule.Order), "order", string(c.Schedule.Order), "which job of a class starts first: oldest, or shortest (the predicted time, less the time waited)")
 	fs.Float64Var(&c.Schedule.Reserve, "kv-reserve", c.Schedule.Reserve, "`share` of the KV cache that is never granted")
 	fs.Float64Var(&c.Schedule.Trickle, "batch-trickle", c.Schedule.Trickle, "`share` of starts that the batch class gets while higher classes wait")
@@ -176,9 +176,6 @@ func (c *workerFlags) add(fs *pflag.FlagSet) {
 	fs.Var((*degree)(&c.DataParallel), "data-parallel", "`ranks` of the engine, each with a KV cache of its own (default what the engine tells)")
 	fs.StringSliceVar(&c.GPUs, "gpus", nil, "`GPUs` of the engine by index or UUID, or all, or none; a failed one stops the worker (default CUDA_VISIBLE_DEVICES, else all of this machine if the shape takes as many)")
 }
-
-// scheduleDefaults are shown in the help; the scheduler has the same.
-var scheduleDefaults = schedule.Config{Order: schedule.Oldest, Reserve: 0.03, TokenBudget: 2048, Trickle: 0.05, DefaultOutput: 256}
 
 func (c *workerFlags) check() error {
 	for _, m := range c.serve {

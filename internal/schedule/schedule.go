@@ -17,19 +17,24 @@ const (
 	Shortest Order = "shortest"
 )
 
-// Config of a Scheduler. Zero fields get the defaults named.
+// Config of a Scheduler. Zero fields get those of Defaults.
 type Config struct {
-	// Order within a class. Default Oldest.
+	// Order within a class.
 	Order Order
-	// Reserve is the share of the KV cache that is never granted, 0 to below 1. Default 0.03. Negative is refused; to reserve nothing is not wise, and cannot be asked for.
+	// Reserve is the share of the KV cache that is never granted, 0 to below 1. To reserve nothing cannot be asked for.
 	Reserve float64
-	// TokenBudget bounds the prompt tokens that are started and not yet computed; a longer prompt starts when none is. Default 768: less than engines compute in one step, so that
+	// TokenBudget bounds the prompt tokens that are started and not yet computed; a longer prompt starts when none is. The default is less than engines compute in one step, so that
 	// short prompts do not share a step with long ones.
 	TokenBudget job.Tokens
-	// Trickle is the share of starts that the batch class gets while higher classes wait, 0 to 1. Default 0.05; negative is none.
+	// Trickle is the share of starts that the batch class gets while higher classes wait, 0 to 1. Negative is none.
 	Trickle float64
-	// DefaultOutput is the answer's length expected before any was seen, in tokens. Default 256.
+	// DefaultOutput is the answer's length expected before any was seen, in tokens.
 	DefaultOutput job.Tokens
+}
+
+// Defaults stand for the zero fields of a Config.
+func Defaults() Config {
+	return Config{Order: Oldest, Reserve: 0.03, TokenBudget: 768, Trickle: 0.05, DefaultOutput: 256}
 }
 
 // Rank is one data-parallel rank's KV cache in tokens. One job must fit in one rank.

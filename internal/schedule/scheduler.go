@@ -129,33 +129,33 @@ const (
 
 // New validates cfg; the error names the field, its value and the bound.
 func New(cfg Config) (*Scheduler, error) {
-	switch cfg.Order {
-	case "":
-		cfg.Order = Oldest
-	case Oldest, Shortest:
-	default:
+	def := Defaults()
+	if cfg.Order == "" {
+		cfg.Order = def.Order
+	}
+	if cfg.Order != Oldest && cfg.Order != Shortest {
 		return nil, fmt.Errorf("schedule: Order is %q: want %s or %s", cfg.Order, Oldest, Shortest)
 	}
 	if cfg.Reserve == 0 {
-		cfg.Reserve = 0.03
+		cfg.Reserve = def.Reserve
 	}
 	if !(cfg.Reserve > 0 && cfg.Reserve < 1) {
 		return nil, fmt.Errorf("schedule: Reserve is %v: want more than 0 and less than 1", cfg.Reserve)
 	}
 	if cfg.TokenBudget == 0 {
-		cfg.TokenBudget = 768
+		cfg.TokenBudget = def.TokenBudget
 	}
 	if cfg.TokenBudget < 1 {
 		return nil, fmt.Errorf("schedule: TokenBudget is %d: want 1 or more", cfg.TokenBudget)
 	}
 	if cfg.Trickle == 0 {
-		cfg.Trickle = 0.05
+		cfg.Trickle = def.Trickle
 	}
 	if !(cfg.Trickle <= 1) {
 		return nil, fmt.Errorf("schedule: Trickle is %v: want 1 or less; a negative one is none", cfg.Trickle)
 	}
 	if cfg.DefaultOutput == 0 {
-		cfg.DefaultOutput = 256
+		cfg.DefaultOutput = def.DefaultOutput
 	}
 	if cfg.DefaultOutput < 1 {
 		return nil, fmt.Errorf("schedule: DefaultOutput is %d: want 1 or more", cfg.DefaultOutput)
