@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"net/http"
 	"os"
+	"slices"
 	"sync"
 	"time"
 
@@ -43,7 +44,9 @@ const (
 	stopTakes     = 4 * time.Second
 	// stagger lies between the moments at which two arms get the same arrival: they share the processors.
 	stagger = 5 * time.Millisecond
-	warmUps = 12
+	// busyLate is how late, in milliseconds, one request in a hundred may be sent on a machine whose figures are worth something.
+	busyLate = 25
+	warmUps  = 12
 )
 
 // drainTakes is how long after the last arrival the answers may come. What comes later is an error.
@@ -148,6 +151,8 @@ type arm struct {
 	engines []*liveEngine
 	front   liveFront
 	runs    []*Run
+	// sentLate is by how much each request was sent after its time: what this machine was too busy for.
+	sentLate []time.Duration
 }
 
 // liveFront is what stands between the clients and an arm's engines.
@@ -192,10 +197,16 @@ func (m *Measurement) run(ctx context.Context) (_ *Report, err error) {
 	if err := fleet.check(); err != nil {
 		return nil, err
 	}
-	m.Say("all answers are there")
 	runs := Runs{}
+	var late []time.Duration
 	for _, a := range arms {
 		runs[a.policy] = a.runs
+		late = append(late, a.sentLate...)
+	}
+	slices.Sort(late)
+	m.Say(fmt.Sprintf("all answers are there; one request in a hundred was sent over %.0f ms late", ms(late, 0.99)))
+	if ms(late, 0.99) > busyLate {
+		m.Say("so this machine was too busy: every hop took such times too, and Millrace's way has the most hops")
 	}
 	r := &Report{Workload: m.Shape, Variant: m.Variant, Rate: m.Rate, Requests: m.Requests}
 	r.Pool(runs)
@@ -288,6 +299,7 @@ func (m *Measurement) arrivals(ctx, answers context.Context, client *http.Client
 			if !sleep(ctx, time.Until(at)) {
 				return context.Cause(ctx)
 			}
+			a.sentLate = append(a.sentLate, time.Since(at))
 			serial++
 			body, sample := body(serial, r.Prompt, r.Output, rec.limit), &a.runs[i].Samples[k]
 			asked.Go(func() {

@@ -194,6 +194,7 @@ processes of their own and Millrace's whole path, within four minutes.`,
 	f.StringVar((*string)(&params.Variant), "variant", string(routing.Equal), "what differs: equal, slow, stalls, mixed, bursts or low")
 	f.Float64Var(&params.Rate, "rate", 0, "requests a second (default the workload's own)")
 	f.IntVar(&seeds, "seeds", 0, "how many recorded workloads each arm gets (default 15 in virtual time, else 1)")
+	f.IntVar(&seeds, "runs", 0, "the same as --seeds")
 	f.IntVar(&params.Requests, "requests", 0, "requests in each workload (default 8000 in virtual time, else what the time allows)")
 	f.Uint64Var(&params.Seed, "seed", 0, "the first workload's seed")
 	f.StringVar(&order, "order", string(schedule.Oldest), "what Millrace starts first: oldest, or shortest (predicted, with ageing)")
