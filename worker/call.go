@@ -205,9 +205,7 @@ func (c *call) edit(ctx context.Context, body []byte) (edited []byte, hideUsage 
 	if err != nil || !j.Endpoint.Generates() {
 		return body, hideUsage, err
 	}
-	short, cancel := context.WithTimeout(ctx, storeTimeout)
-	defer cancel()
-	if c.w.deps.Engine.Abilities(short, j.Model).Priority {
+	if c.abilities(ctx).Priority {
 		body, err = job.SetField(body, "priority", fmt.Append(nil, j.Class.Rank()))
 	}
 	return body, hideUsage, err
@@ -382,7 +380,7 @@ func (c *call) stopped(ctx context.Context) *fault {
 		return failed(job.CodeRunTimeout, fmt.Sprintf("The attempt took longer than its run_timeout of %s.", c.d.Job.RunTimeout.Duration()))
 	case errors.Is(cause, errPreempted):
 		return again(false, reasonPreempted, 0, job.CodeUnavailable, "The job made room for one of a higher class.")
-	case errors.Is(cause, errStalled):
+	case errors.Is(cause, errStalled), errors.Is(cause, errHalted):
 		return again(false, string(job.CodeEngineStalled), 0, job.CodeEngineStalled, "The engine stopped answering.")
 	case errors.Is(cause, errNotFit):
 		return again(false, "gpu_fault", 0, job.CodeEngineError, "A GPU of the worker failed.")

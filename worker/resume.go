@@ -288,11 +288,16 @@ func (c *call) goOn(ctx context.Context, request []byte) (r *reply, f *fault, ok
 	return c.generate(ctx, rest, s)
 }
 
+// abilities are what the engine can do with the job's model. A job that is stopped does not stop the asking, for what could not be found out counts as missing to others, too.
+func (c *call) abilities(ctx context.Context) engine.Abilities {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), storeTimeout)
+	defer cancel()
+	return c.w.deps.Engine.Abilities(ctx, c.d.Job.Model)
+}
+
 // engineContinues tells whether the engine can go on with a text that it is given.
 func (c *call) engineContinues(ctx context.Context) bool {
-	ctx, cancel := context.WithTimeout(ctx, c.w.cfg.ProbeTimeout)
-	defer cancel()
-	can := c.w.deps.Engine.Abilities(ctx, c.d.Job.Model)
+	can := c.abilities(ctx)
 	switch c.d.Job.Endpoint {
 	case job.ChatCompletions:
 		return can.ContinueChat
@@ -388,6 +393,7 @@ func (c *call) promptTokens(ctx context.Context, request []byte) job.Tokens {
 		return -1
 	}
 	c.w.progress.alive()
+	c.w.gate.alive()
 	return u.PromptTokens
 }
 
@@ -424,7 +430,11 @@ func (a *attempt) resume(ctx context.Context) {
 		return true
 	}
 	earlier, err := a.earlier(ctx)
-	if err != nil {
+	switch {
+	case err == nil:
+	case ctx.Err() != nil: // it was stopped meanwhile, as the call finds out
+		return
+	default:
 		a.log.Warn("reading what an earlier attempt brought: beginning anew", "err", err)
 		a.call.anew()
 		return

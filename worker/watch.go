@@ -128,6 +128,7 @@ func (w *Worker) prepare(ctx context.Context, serve func(job.Model) context.Canc
 	if err := w.probeModel(probe, models[0].Model); err != nil {
 		return err
 	}
+	w.deps.Engine.Abilities(probe, models[0].Model) // so that the first job need not wait for them
 	w.mu.Lock()
 	w.kind = kind
 	w.mu.Unlock()
