@@ -24,7 +24,9 @@ type pace struct {
 
 // workerPace is what one worker did.
 type workerPace struct {
-	ended int64 // jobs so far
+	// ended jobs and generated tokens so far, as its heartbeat at heard told.
+	ended, generated int64
+	heard            time.Time
 	// full is how many tokens it generates per second, and fullJobs how many jobs it ends, while it has all it can run; 0 is unknown. A worker with room says nothing about how fast it could be.
 	full, fullJobs float64
 }
@@ -50,6 +52,8 @@ const (
 	// paceWeight is the weight of the newest second in the averages: their memory is about ten seconds; longWeight is that for a minute.
 	paceWeight = 0.1
 	longWeight = 1.0 / 60
+	// riseWeight is the weight of a second in which a full worker did more than it was known to be able to.
+	riseWeight = 0.5
 	// jobWeight is the weight of the newest job in the mean expectation.
 	jobWeight = 0.02
 	// callsKept is for how long arrivals are kept, at least: longer than a heartbeat is current.
@@ -166,10 +170,8 @@ func (p *pace) tokens(m job.Model, workers []cluster.Member, mean float64) float
 	switch {
 	case known == 0:
 		return 0
-	case tokens > 0 && mp.longJobs > 0 && mp.longTokens > 0 && mean > 0:
+	case tokens > 0 && mp.longTokens > 0: // 0 as long as no job has ended
 		return tokens * ready / known * mean * mp.longJobs / mp.longTokens
-	case tokens > 0: // nothing has ended yet: at least what is generated gets done
-		return tokens * ready / known
 	}
 	return jobs * ready / known * mean // nothing is generated, as with embeddings
 }
@@ -192,23 +194,18 @@ func (p *pace) observe(now time.Time, workers []cluster.Member) {
 		if w.Worker == nil || len(w.Worker.Models) == 0 {
 			continue
 		}
-		total := w.Worker.Completed + w.Worker.Failed
-		var n float64 // a worker's first word says nothing about its speed
 		wp := p.workers[w.ID]
-		if wp == nil {
-			wp = &workerPace{}
+		jobs, tokens := 0.0, 0.0
+		if wp == nil { // a worker's first word says nothing about its speed
+			wp = &workerPace{ended: w.Worker.Completed + w.Worker.Failed, generated: w.Worker.Generated, heard: w.Heard}
 		} else {
-			n = float64(max(0, total-wp.ended))
+			jobs, tokens = wp.hear(w)
 		}
-		wp.ended = total
 		alive[w.ID] = wp
-		if w.Worker.State == cluster.Ready && busy(w.Worker) && !first && elapsed > 0 {
-			wp.full = smooth(wp.full, w.Worker.TokensPerSecond, 2*paceWeight)
-			wp.fullJobs = smooth(wp.fullJobs, n/elapsed, paceWeight)
-		}
+		share := 1 / float64(len(w.Worker.Models))
 		for _, m := range w.Worker.Models {
-			ended[m] += n / float64(len(w.Worker.Models))
-			generated[m] += w.Worker.TokensPerSecond / float64(len(w.Worker.Models))
+			ended[m] += jobs * share
+			generated[m] += tokens * share
 		}
 	}
 	p.workers = alive
@@ -219,7 +216,7 @@ func (p *pace) observe(now time.Time, workers []cluster.Member) {
 		mp := p.modelLocked(m)
 		if n > 0 || generated[m] > 0 { // an idle second changes nothing about what a job takes
 			mp.longJobs += longWeight * (n/elapsed - mp.longJobs)
-			mp.longTokens += longWeight * (generated[m] - mp.longTokens)
+			mp.longTokens += longWeight * (generated[m]/elapsed - mp.longTokens)
 		}
 	}
 	for m, mp := range p.models { // also of a model that has no worker any more: it fades
@@ -231,6 +228,26 @@ func (p *pace) observe(now time.Time, workers []cluster.Member) {
 			delete(p.models, m)
 		}
 	}
+}
+
+// hear takes a worker's heartbeat, and tells what it did since the one before.
+func (wp *workerPace) hear(w cluster.Member) (jobs, tokens float64) {
+	elapsed := w.Heard.Sub(wp.heard).Seconds()
+	if elapsed <= 0 {
+		return 0, 0
+	}
+	ended := w.Worker.Completed + w.Worker.Failed
+	jobs, tokens = float64(max(0, ended-wp.ended)), float64(max(0, w.Worker.Generated-wp.generated))
+	wp.ended, wp.generated, wp.heard = ended, w.Worker.Generated, w.Heard
+	if w.Worker.State == cluster.Ready && busy(w.Worker) {
+		weight := paceWeight
+		if tokens/elapsed > wp.full { // it can do that: after a start, or beside few jobs, it did less than it can
+			weight = riseWeight
+		}
+		wp.full = smooth(wp.full, tokens/elapsed, weight)
+		wp.fullJobs = smooth(wp.fullJobs, jobs/elapsed, paceWeight)
+	}
+	return jobs, tokens
 }
 
 // smooth is an average that begins with its first value.

@@ -28,7 +28,7 @@ func (e *env) known() {
 	}
 }
 
-// announce sends heartbeats of members that a test makes up, and sends them anew after each change.
+// announce sends heartbeats of members that a test makes up, and sends them anew after each change. Workers do what their TokensPerSecond says, in jobs of 100 tokens.
 func (e *env) announce() (set func(...cluster.Heartbeat)) {
 	e.t.Helper()
 	type source struct {
@@ -51,7 +51,19 @@ func (e *env) announce() (set func(...cluster.Heartbeat)) {
 				s = &source{stop: cancel}
 				sources[h.ID] = s
 				s.now.Store(&h)
-				wg.Go(func() { _ = e.cluster.Announce(ctx, func() cluster.Heartbeat { return *s.now.Load() }) })
+				begun := time.Now()
+				wg.Go(func() {
+					_ = e.cluster.Announce(ctx, func() cluster.Heartbeat {
+						h := *s.now.Load()
+						if h.Worker != nil {
+							w := *h.Worker
+							w.Generated = int64(w.TokensPerSecond * time.Since(begun).Seconds())
+							w.Completed = w.Generated / 100
+							h.Worker = &w
+						}
+						return h
+					})
+				})
 			}
 			s.now.Store(&h)
 		}
@@ -471,10 +483,13 @@ func TestRateIsMeasuredInExpectedTokensWhileWorkersAreFull(t *testing.T) {
 	const m = job.Model("m")
 	p := api.NewPace()
 	start := time.Now()
-	beat := func(id string, load float64, perSecond float64, ended int64) cluster.Member {
+	var heard time.Time
+	generated := map[string]int64{}
+	beat := func(id string, load float64, perSecond, ended int64) cluster.Member {
+		generated[id] += perSecond
 		return cluster.Member{Heartbeat: cluster.Heartbeat{ID: id, Worker: &cluster.WorkerInfo{
-			State: cluster.Ready, Models: []job.Model{m}, Load: load, Free: 10, TokensPerSecond: perSecond, Completed: ended,
-		}}}
+			State: cluster.Ready, Models: []job.Model{m}, Load: load, Free: 10, Generated: generated[id], Completed: ended,
+		}}, Heard: heard}
 	}
 	near := func(what string, got, want float64) {
 		t.Helper()
@@ -487,8 +502,9 @@ func TestRateIsMeasuredInExpectedTokensWhileWorkersAreFull(t *testing.T) {
 	run := func(seconds int, beats func(i int64) []cluster.Member) {
 		for range seconds {
 			second++
+			heard = start.Add(time.Duration(second) * time.Second)
 			now = beats(int64(second))
-			p.Observe(start.Add(time.Duration(second)*time.Second), now)
+			p.Observe(heard, now)
 		}
 	}
 	for range 200 { // jobs may write 1,000 tokens
@@ -525,8 +541,9 @@ func TestRateIsMeasuredInExpectedTokensWhileWorkersAreFull(t *testing.T) {
 	// What generates nothing is measured by its jobs.
 	q := api.NewPace()
 	for i := range 300 {
+		heard = start.Add(time.Duration(i) * time.Second)
 		now = []cluster.Member{beat("e", 1, 0, 5*int64(i))}
-		q.Observe(start.Add(time.Duration(i)*time.Second), now)
+		q.Observe(heard, now)
 	}
 	if got := q.Tokens(m, now, 0); got != 0 {
 		t.Errorf("of jobs of unknown size %v tokens/s", got)

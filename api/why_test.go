@@ -86,15 +86,17 @@ func TestPaceIsMeasuredFromHeartbeats(t *testing.T) {
 	t.Parallel()
 	p := api.NewPace()
 	start := time.Now()
+	at := start // when the heartbeats are heard
 	member := func(id string, ended int64, models ...job.Model) cluster.Member {
-		return cluster.Member{Heartbeat: cluster.Heartbeat{ID: id, Worker: &cluster.WorkerInfo{Models: models, Completed: ended}}}
+		return cluster.Member{Heartbeat: cluster.Heartbeat{ID: id, Worker: &cluster.WorkerInfo{Models: models, Completed: ended}}, Heard: at}
 	}
 	p.Observe(start, []cluster.Member{member("a", 1000, "m")})
 	if got := p.Of("m"); got != 0 {
 		t.Errorf("the first look says %v", got)
 	}
 	for i := range 100 { // 20 a second, and a worker of two models that ends 10 a second
-		p.Observe(start.Add(time.Duration(i+1)*time.Second), []cluster.Member{member("a", 1000+20*int64(i+1), "m"), member("b", 10*int64(i+1), "m", "n")})
+		at = start.Add(time.Duration(i+1) * time.Second)
+		p.Observe(at, []cluster.Member{member("a", 1000+20*int64(i+1), "m"), member("b", 10*int64(i+1), "m", "n")})
 	}
 	if got := p.Of("m"); got < 24.5 || got > 25.5 {
 		t.Errorf("m ends %v a second, want 25", got)
@@ -102,7 +104,8 @@ func TestPaceIsMeasuredFromHeartbeats(t *testing.T) {
 	if got := p.Of("n"); got < 4.9 || got > 5.1 {
 		t.Errorf("n ends %v a second, want 5", got)
 	}
-	p.Observe(start.Add(101*time.Second), []cluster.Member{member("a", 3, "m")}) // restarted under its name: nothing negative
+	at = start.Add(101 * time.Second)
+	p.Observe(at, []cluster.Member{member("a", 3, "m")}) // restarted under its name: nothing negative
 	for i := range 200 {
 		p.Observe(start.Add(time.Duration(102+i)*time.Second), nil)
 	}

@@ -128,7 +128,7 @@ func (w *Worker) beat() cluster.Heartbeat {
 			Capacity: s.Capacity, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largest, Level: s.Level, Running: s.Running, InHand: s.InHand,
 			Load: finite(s.Load), TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake,
 			StateSince: float64(w.since.UnixMilli()) / 1000, FallBacks: falls, ProbeSeconds: probe.Seconds(), Shape: shape, GPUs: gpuInfo(gpus),
-			TokensPerSecond: finite(w.rate.perSecond(time.Now())), Completed: w.completed.Load(), Failed: w.failed.Load(),
+			TokensPerSecond: finite(w.rate.perSecond(time.Now())), Generated: w.rate.ever(), Completed: w.completed.Load(), Failed: w.failed.Load(),
 		},
 	}
 }
@@ -146,6 +146,7 @@ type rate struct {
 	mu    sync.Mutex
 	slots [8]int64 // tokens in each of the last seconds
 	at    int64    // the second that slots[at%8] counts
+	total int64    // tokens ever
 }
 
 func (r *rate) add(now time.Time, n job.Tokens) {
@@ -153,6 +154,14 @@ func (r *rate) add(now time.Time, n job.Tokens) {
 	defer r.mu.Unlock()
 	r.turnLocked(now.Unix())
 	r.slots[r.at%int64(len(r.slots))] += int64(n)
+	r.total += int64(n)
+}
+
+// ever is how many tokens were counted.
+func (r *rate) ever() int64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.total
 }
 
 func (r *rate) perSecond(now time.Time) float64 {

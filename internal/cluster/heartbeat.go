@@ -59,8 +59,10 @@ type WorkerInfo struct {
 	Running         int        `json:"running"`
 	InHand          int        `json:"in_hand"`
 	TokensPerSecond float64    `json:"tokens_per_second"`
-	Completed       int64      `json:"completed"`
-	Failed          int64      `json:"failed"`
+	// Generated counts the tokens that jobs got here since the worker's start.
+	Generated int64 `json:"generated_tokens"`
+	Completed int64 `json:"completed"`
+	Failed    int64 `json:"failed"`
 	// FreeRank is the largest free room in one data-parallel rank: a job must fit in one.
 	FreeRank job.Tokens `json:"kv_free_rank"`
 	// Load is the share of what may be used that is, 0..1 and more: of the KV cache, or of the sequences where fewer of those are free.
