@@ -35,7 +35,7 @@ func (s *Server) admit(ctx context.Context, j *job.Job, r *request, live bool) (
 	var at place
 	warmth := affinity.Off
 	if ok {
-		v.Warm, at.left, warmth = s.warmth.find(ctx, s.deps.Cluster.Members(), j, r.object)
+		v.Warm, at.left, warmth = s.warmth.find(ctx, s.deps.Cluster.Members(), j, r.object, live)
 	}
 	d := admission.Decide(admission.Request{
 		Tenant: j.Tenant, Model: r.model, Endpoint: r.endpoint, Body: r.object, Size: int64(len(r.body)), Live: live,

@@ -2,6 +2,8 @@ package api
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -40,21 +42,33 @@ type warmth struct {
 	prefixes bool
 
 	mu       sync.Mutex // guards what follows
-	sent     map[job.Worker]*sending
-	failures int       // of looks, in a row
+	sent     map[job.Worker]*sent
+	failures int       // of looks, one after the other: those at the same time are one
+	failed   time.Time // when the last one was noted
 	again    time.Time // when the next look may be tried, if there were too many
 }
 
-// sending is what went to a worker since one of its heartbeats was heard.
-type sending struct {
-	heard   time.Time
+// sent is what went to a worker from here. Of held calls the end is known: those that run now are counted, and those that ran when its last heartbeat was heard, which that one tells too. Of
+// durable jobs it is not: they are counted until the next heartbeat.
+type sent struct {
+	heard     time.Time // of the last heartbeat
+	now, then amount    // held calls
+	durable   amount    // since heard
+}
+
+type amount struct {
 	jobs    int
 	prompts job.Tokens
 }
 
-// find returns the worker that j should go to for its cache, "" if it is any. body is its request. left is to be called when the job has ended, or does not go there after all; not
-// calling it counts the job until the worker's next heartbeat.
-func (w *warmth) find(ctx context.Context, members []cluster.Member, j *job.Job, body *job.Object) (to job.Worker, left func(), result affinity.Result) {
+func (a *amount) add(jobs int, prompts job.Tokens) {
+	a.jobs += jobs
+	a.prompts += prompts
+}
+
+// find returns the worker that j should go to for its cache, "" if it is any. body is its request, live whether it is a held call. left is to be called when a call has ended, or a job does not
+// go there after all.
+func (w *warmth) find(ctx context.Context, members []cluster.Member, j *job.Job, body *job.Object, live bool) (to job.Worker, left func(), result affinity.Result) {
 	all := affinity.Workers(members, j.Model)
 	if len(all) < 2 { // no choice
 		return "", nil, affinity.Off
@@ -67,43 +81,65 @@ func (w *warmth) find(ctx context.Context, members []cluster.Member, j *job.Job,
 	if !ok {
 		return "", nil, affinity.Off
 	}
-	heard := make(map[job.Worker]time.Time, len(members))
-	for i := range members {
-		heard[job.Worker(members[i].ID)] = members[i].Heard
-	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	w.hear(members)
 	for i := range all {
-		if s := w.sent[all[i].ID]; s != nil && s.heard.Equal(heard[all[i].ID]) {
-			all[i].Assign(s.jobs, s.prompts)
+		if s := w.sent[all[i].ID]; s != nil {
+			// At least those that run now are there, also if it had not got all of them when it told.
+			all[i].Assign(max(s.now.jobs-s.then.jobs, s.now.jobs-all[i].Jobs)+s.durable.jobs, s.now.prompts-s.then.prompts+s.durable.prompts)
 		}
 	}
 	to, result = affinity.Choose(owners, all)
 	if to == "" {
 		return "", nil, result
 	}
-	return to, w.send(to, heard, j.Cost.Prompt), result
+	return to, w.send(to, members, j.Cost.Prompt, live), result
+}
+
+// hear takes in which heartbeats have come, and forgets workers that are gone. w.mu is held.
+func (w *warmth) hear(members []cluster.Member) {
+	if len(w.sent) == 0 {
+		return
+	}
+	alive := 0
+	for i := range members {
+		s := w.sent[job.Worker(members[i].ID)]
+		if s == nil {
+			continue
+		}
+		alive++
+		if !s.heard.Equal(members[i].Heard) {
+			s.heard, s.then, s.durable = members[i].Heard, s.now, amount{}
+		}
+	}
+	if alive == len(w.sent) {
+		return
+	}
+	maps.DeleteFunc(w.sent, func(id job.Worker, _ *sent) bool {
+		return !slices.ContainsFunc(members, func(m cluster.Member) bool { return m.ID == string(id) })
+	})
 }
 
 // send counts a job that goes to worker to, and returns what takes it off again. w.mu is held.
-func (w *warmth) send(to job.Worker, heard map[job.Worker]time.Time, prompt job.Tokens) (left func()) {
+func (w *warmth) send(to job.Worker, members []cluster.Member, prompt job.Tokens, live bool) (left func()) {
 	s := w.sent[to]
-	if s == nil || !s.heard.Equal(heard[to]) {
-		for id := range w.sent { // so that the map is no larger than the cluster
-			if _, alive := heard[id]; !alive {
-				delete(w.sent, id)
-			}
-		}
-		s = &sending{heard: heard[to]}
+	if s == nil {
+		i := slices.IndexFunc(members, func(m cluster.Member) bool { return m.ID == string(to) })
+		s = &sent{heard: members[i].Heard}
 		w.sent[to] = s
 	}
-	s.jobs++
-	s.prompts += prompt
+	heard, counted := s.heard, &s.durable
+	if live {
+		counted = &s.now
+	}
+	counted.add(1, prompt)
 	return sync.OnceFunc(func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
-		s.jobs--
-		s.prompts -= prompt
+		if live || s.heard.Equal(heard) {
+			counted.add(-1, -prompt)
+		}
 	})
 }
 
@@ -127,9 +163,10 @@ func (w *warmth) owners(ctx context.Context, keys []string) ([][]job.Worker, boo
 	switch {
 	case err == nil:
 		w.failures = 0
-	case ctx.Err() == nil: // else the client has left
+	case ctx.Err() == nil && now.After(w.failed): // else the client has left, or others that asked at this time have found the same
 		w.failures++
-		w.again = time.Now().Add(lookAgain)
+		w.failed = time.Now()
+		w.again = w.failed.Add(lookAgain)
 	}
 	return owners, err == nil
 }

@@ -40,7 +40,7 @@ func ownedBy(w job.Worker) func(context.Context, ...string) ([][]job.Worker, err
 // TestLooksThatCannotHelpAreNotTaken: nothing asks the store where there is no choice or nothing to look by.
 func TestLooksThatCannotHelpAreNotTaken(t *testing.T) {
 	t.Parallel()
-	w := &warmth{prefixes: true, sent: map[job.Worker]*sending{}, look: func(context.Context, ...string) ([][]job.Worker, error) {
+	w := &warmth{prefixes: true, sent: map[job.Worker]*sent{}, look: func(context.Context, ...string) ([][]job.Worker, error) {
 		t.Error("the store was asked")
 		return nil, nil
 	}}
@@ -71,19 +71,19 @@ func TestLooksThatCannotHelpAreNotTaken(t *testing.T) {
 		"embeddings":            {two, with(func(j *job.Job) { j.Endpoint = job.Embeddings })},
 		"short, and no session": {two, with(func(j *job.Job) { j.Session = "" })},
 	} {
-		if to, left, result := w.find(t.Context(), c.members, c.job, object(`{"messages":[{"role":"user","content":"hi"}]}`)); to != "" || left != nil || result != affinity.Off {
+		if to, left, result := w.find(t.Context(), c.members, c.job, object(`{"messages":[{"role":"user","content":"hi"}]}`), true); to != "" || left != nil || result != affinity.Off {
 			t.Errorf("%s: %q, %s", name, to, result)
 		}
 	}
 }
 
-// TestWhatWasSentCountsUntilTheNextHeartbeat: or until it has ended.
-func TestWhatWasSentCountsUntilTheNextHeartbeat(t *testing.T) {
+// TestSentJobsCountUntilTheNextHeartbeat: nobody tells this process when a durable job ends.
+func TestSentJobsCountUntilTheNextHeartbeat(t *testing.T) {
 	t.Parallel()
-	w := &warmth{sent: map[job.Worker]*sending{}, look: ownedBy("a")}
+	w := &warmth{sent: map[job.Worker]*sent{}, look: ownedBy("a")}
 	beat := time.Now()
 	find := func() (func(), affinity.Result) {
-		to, left, result := w.find(t.Context(), workersHeard(beat, "a", "b", "c", "d"), turn, nil)
+		to, left, result := w.find(t.Context(), workersHeard(beat, "a", "b", "c", "d"), turn, nil, false)
 		if (to == "a") != (result == affinity.Hit) {
 			t.Fatalf("%q by %s", to, result)
 		}
@@ -100,10 +100,10 @@ func TestWhatWasSentCountsUntilTheNextHeartbeat(t *testing.T) {
 	if _, result := find(); result != affinity.Spill {
 		t.Errorf("one more is a %s", result)
 	}
-	lefts[0]()
+	lefts[0]() // was refused
 	lefts[0]() // does nothing more
 	if _, result := find(); result != affinity.Hit {
-		t.Errorf("after one has ended: %s", result)
+		t.Errorf("after one was refused: %s", result)
 	}
 	if _, result := find(); result != affinity.Spill {
 		t.Errorf("after another one: %s", result)
@@ -120,17 +120,59 @@ func TestWhatWasSentCountsUntilTheNextHeartbeat(t *testing.T) {
 	}
 }
 
+// TestHeldCallsCountUntilTheyEnd: with those that the worker tells of in its heartbeat, each once.
+func TestHeldCallsCountUntilTheyEnd(t *testing.T) {
+	t.Parallel()
+	w := &warmth{sent: map[job.Worker]*sent{}, look: ownedBy("a")}
+	beat, running := time.Now(), 0
+	find := func() (func(), affinity.Result) {
+		members := workersHeard(beat, "a", "b", "c", "d")
+		members[0].Worker.Running = running
+		_, left, result := w.find(t.Context(), members, turn, nil, true)
+		return left, result
+	}
+	var lefts []func()
+	for range affinity.Few {
+		left, _ := find()
+		lefts = append(lefts, left)
+	}
+	beat, running = beat.Add(time.Second), affinity.Few // all of them run
+	if _, result := find(); result != affinity.Spill {
+		t.Errorf("when all run: %s", result)
+	}
+	lefts[0]()
+	lefts[0]()
+	if _, result := find(); result != affinity.Hit {
+		t.Errorf("after one of those has ended: %s", result)
+	}
+	if _, result := find(); result != affinity.Spill {
+		t.Errorf("after another one: %s", result)
+	}
+	for _, left := range lefts[1:] {
+		left()
+	}
+	beat, running = beat.Add(time.Second), 1
+	for range affinity.Few - 1 {
+		if _, result := find(); result != affinity.Hit {
+			t.Errorf("when all but one have ended: %s", result)
+		}
+	}
+	if _, result := find(); result != affinity.Spill {
+		t.Errorf("in the end: %s", result)
+	}
+}
+
 // TestManyAtOnceAreBounded: a thousand turns of one session in one moment.
 func TestManyAtOnceAreBounded(t *testing.T) {
 	t.Parallel()
-	w := &warmth{sent: map[job.Worker]*sending{}, look: ownedBy("a")}
+	w := &warmth{sent: map[job.Worker]*sent{}, look: ownedBy("a")}
 	members := workersHeard(time.Now(), "a", "b", "c", "d")
 	var mu sync.Mutex
 	count := map[affinity.Result]int{}
 	var running sync.WaitGroup
 	for range 1000 {
 		running.Go(func() {
-			_, _, result := w.find(t.Context(), members, turn, nil)
+			_, _, result := w.find(t.Context(), members, turn, nil, true)
 			mu.Lock()
 			defer mu.Unlock()
 			count[result]++
@@ -146,10 +188,10 @@ func TestManyAtOnceAreBounded(t *testing.T) {
 func TestGoneWorkersAreForgotten(t *testing.T) {
 	t.Parallel()
 	var owner job.Worker
-	w := &warmth{sent: map[job.Worker]*sending{}, look: func(ctx context.Context, keys ...string) ([][]job.Worker, error) { return ownedBy(owner)(ctx, keys...) }}
+	w := &warmth{sent: map[job.Worker]*sent{}, look: func(ctx context.Context, keys ...string) ([][]job.Worker, error) { return ownedBy(owner)(ctx, keys...) }}
 	for i := range 100 {
 		owner = job.Worker(fmt.Sprint("w", i))
-		if to, _, _ := w.find(t.Context(), workersHeard(time.Now(), string(owner), "other"), turn, nil); to != owner {
+		if to, _, _ := w.find(t.Context(), workersHeard(time.Now(), string(owner), "other"), turn, nil, true); to != owner {
 			t.Fatalf("it goes to %q", to)
 		}
 	}
@@ -163,7 +205,7 @@ func TestOutageOfTheStoreCostsATimeOutASecond(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		away, looks := true, 0
-		w := &warmth{sent: map[job.Worker]*sending{}, look: func(ctx context.Context, keys ...string) ([][]job.Worker, error) {
+		w := &warmth{sent: map[job.Worker]*sent{}, look: func(ctx context.Context, keys ...string) ([][]job.Worker, error) {
 			looks++
 			if away {
 				<-ctx.Done()
@@ -172,7 +214,7 @@ func TestOutageOfTheStoreCostsATimeOutASecond(t *testing.T) {
 			return ownedBy("a")(ctx, keys...)
 		}}
 		find := func() affinity.Result {
-			_, _, result := w.find(t.Context(), workersHeard(time.Now(), "a", "b"), turn, nil)
+			_, _, result := w.find(t.Context(), workersHeard(time.Now(), "a", "b"), turn, nil, true)
 			return result
 		}
 		begin := time.Now()
@@ -199,7 +241,7 @@ func TestOutageOfTheStoreCostsATimeOutASecond(t *testing.T) {
 // TestClientThatLeavesIsNoOutage: the look that it cut says nothing of the store.
 func TestClientThatLeavesIsNoOutage(t *testing.T) {
 	t.Parallel()
-	w := &warmth{sent: map[job.Worker]*sending{}, look: func(ctx context.Context, keys ...string) ([][]job.Worker, error) {
+	w := &warmth{sent: map[job.Worker]*sent{}, look: func(ctx context.Context, keys ...string) ([][]job.Worker, error) {
 		if ctx.Err() != nil {
 			return nil, errors.New("cut off")
 		}
@@ -209,9 +251,9 @@ func TestClientThatLeavesIsNoOutage(t *testing.T) {
 	leave()
 	members := workersHeard(time.Now(), "a", "b")
 	for range 2 * lookFailures {
-		w.find(gone, members, turn, nil)
+		w.find(gone, members, turn, nil, true)
 	}
-	if _, _, result := w.find(t.Context(), members, turn, nil); result != affinity.Hit {
+	if _, _, result := w.find(t.Context(), members, turn, nil, true); result != affinity.Hit {
 		t.Errorf("the next one's look is a %s", result)
 	}
 }

@@ -202,7 +202,7 @@ func New(cfg Config, deps Deps) (*Server, error) {
 		bodies: semaphore.NewWeighted(cfg.MaxBodies), pace: newPace(), publisher: deps.Queue, closing: make(chan struct{}),
 	}
 	s.fills = newFills(deps.Queue)
-	s.warmth = &warmth{look: deps.Results.Owners, prefixes: !cfg.NoPrefixAffinity, sent: map[job.Worker]*sending{}}
+	s.warmth = &warmth{look: deps.Results.Owners, prefixes: !cfg.NoPrefixAffinity, sent: map[job.Worker]*sent{}}
 	s.settler = &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: deps.Log}
 	var err error
 	if s.metrics, err = newMetrics(deps.Registerer, &s.held); err != nil {
