@@ -106,6 +106,9 @@ func (w *Worker) handle(ctx, run context.Context, d *queue.Delivery, started fun
 	defer started()
 	j := &d.Job
 	h := hold(d, w.log.With("job", j.ID, "model", j.Model, "tenant", j.Tenant))
+	if d.Lane != queue.AnyLane {
+		h.move = func() error { return w.moveOn(run, d) }
+	}
 	defer h.close()
 	defer func() {
 		if p := recover(); p != nil { // a bug of ours outside of the call, which has a net of its own: the job goes to the next
@@ -132,18 +135,20 @@ func (w *Worker) handle(ctx, run context.Context, d *queue.Delivery, started fun
 	}
 }
 
-// enter waits in hand until the job may start. A job that all workers may have does not wait while another one has room.
+// enter waits in hand until the job may start. It does not wait for long while another worker has room.
 func (w *Worker) enter(ctx context.Context, d *queue.Delivery) (*reservation, error) {
 	ctx, leave := context.WithCancelCause(ctx)
 	defer leave(nil)
-	if d.Lane == queue.AnyLane {
-		glance := every(elsewhere, func() {
-			if w.roomElsewhere(&d.Job) {
-				leave(errElsewhere)
-			}
-		})
-		defer glance.stop()
+	patience := elsewhere
+	if d.Lane != queue.AnyLane {
+		patience = lanePatience
 	}
+	glance := every(patience, func() {
+		if w.roomElsewhere(&d.Job) {
+			leave(errElsewhere)
+		}
+	})
+	defer glance.stop()
 	j := &d.Job
 	return w.gate.enter(ctx, entry{
 		id: j.ID, preemptible: !j.Live(), lane: d.Lane != queue.AnyLane,
