@@ -7,7 +7,7 @@
 //   - deadlines: expires what is late, waiting or running.
 //   - reconcile: compares Redis with the streams, and repairs what a crash or a loss left: jobs that were being accepted, messages or records that are missing, outcomes not yet recorded.
 //   - rebuild: fills a wiped Redis from DONE and WORK.
-//   - sweeps: what a death left that nobody here saw, workers' held sets, and objects that belong to no job.
+//   - sweeps: what a death left that nobody here saw, what waits in workers' lanes for no good, workers' held sets, and objects that belong to no job.
 //
 // # Failure
 //
