@@ -58,9 +58,11 @@ func (g *gpus) fail(i int, why string) {
 func TestFailedGPUStopsTheWorker(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, 5*time.Second)
-	eng, _ := emulate(t, emulator.Config{})
+	end := make(chan struct{})
+	close(end)
+	eng := play(t, ticking(end))
 	machine := newGPUs("GPU-a", "GPU-b", "GPU-c")
-	p := e.work(eng.URL, func(c *workerConfig) {
+	p := e.work(eng.URL, generic, func(c *workerConfig) {
 		c.gpus, c.GPUs, c.TensorParallel = machine, []string{"1", "GPU-c"}, 2
 	})
 	w := e.member(p)
@@ -71,12 +73,12 @@ func TestFailedGPUStopsTheWorker(t *testing.T) {
 		t.Errorf("it tells of %+v", w.GPUs)
 	}
 	machine.fail(0, "Xid 79: it has fallen off the bus")
-	e.completed(e.submit(e.job(chat("x", ""))))
+	e.completed(e.submit(e.job(chat("x", ""), withEvents)))
 	if err := p.Ready(); err != nil {
 		t.Errorf("another engine's GPU stopped it: %v", err)
 	}
 
-	e.ok(eng.SetFaults(emulator.Faults{Stall: true})) // so that it runs at that moment
+	eng.then(ticking(nil)) // so that it runs at that moment
 	j := e.submit(e.job(chat("y", ""), withEvents))
 	e.running(j, 1)
 	machine.fail(2, "Xid 48: an uncorrectable memory error")
@@ -90,7 +92,7 @@ func TestFailedGPUStopsTheWorker(t *testing.T) {
 	if n := gpuMetric(e, p, "millrace_worker_gpu_fault", "2"); n != 1 {
 		t.Errorf("metric %v", n)
 	}
-	e.ok(eng.SetFaults(emulator.Faults{}))
+	eng.then(ticking(end))
 	machine.fail(2, "")
 	e.completed(j)
 }

@@ -262,12 +262,9 @@ func TestJobsThatFailInARowEndTheTrust(t *testing.T) {
 	e.completed(e.submit(e.job(chat("y", ""))))
 }
 
-// TestBusyEngineIsWell: a probe that has to wait for its turn proves nothing while tokens come.
-func TestBusyEngineIsWell(t *testing.T) {
-	t.Parallel()
-	e := newEnv(t, 5*time.Second)
-	end := make(chan struct{})
-	eng := play(t, func(w http.ResponseWriter, r *http.Request) {
+// ticking is a stream that goes on until end is closed.
+func ticking(end <-chan struct{}) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
 		for {
 			send(w, `{"choices":[{"index":0,"delta":{"content":"a"}}]}`)
 			select {
@@ -279,7 +276,15 @@ func TestBusyEngineIsWell(t *testing.T) {
 			case <-time.After(5 * time.Millisecond):
 			}
 		}
-	})
+	}
+}
+
+// TestBusyEngineIsWell: a probe that has to wait for its turn proves nothing while tokens come.
+func TestBusyEngineIsWell(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, 5*time.Second)
+	end := make(chan struct{})
+	eng := play(t, ticking(end))
 	p := e.work(eng.URL, generic, hasty)
 	long := e.submit(e.job(chat("long", ""), withEvents))
 	e.until("tokens come", func() bool { return len(e.events(long)) > 3 })
