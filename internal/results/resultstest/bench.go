@@ -1,6 +1,7 @@
 package resultstest
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 
@@ -69,6 +70,22 @@ func Bench(b *testing.B, url string) {
 			r := jobs[len(jobs)-1]
 			jobs = jobs[:len(jobs)-1]
 			e.ok(e.Finish(e.ctx, r.j, completed(r.c, e, 2), answer, nil, nil))
+		}
+	})
+	// What is added before a call goes to a worker: for a session, and for the beginnings of a long prompt.
+	for _, keys := range [][]string{{"a"}, {"a", "b", "c", "d", "e", "f", "g", "h"}} {
+		b.Run(fmt.Sprint("Owners/", len(keys)), func(b *testing.B) {
+			e := newEnv(b, url)
+			e.bind(session("a", "w"))
+			for b.Loop() {
+				e.owners(keys...)
+			}
+		})
+	}
+	b.Run("Bind", func(b *testing.B) {
+		e := newEnv(b, url)
+		for b.Loop() {
+			e.bind(session("a", "w"))
 		}
 	})
 }
