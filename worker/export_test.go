@@ -16,3 +16,21 @@ func (w *Worker) Preemptible(id job.ID) bool {
 	}
 	return false
 }
+
+// Reserved is what a worker holds of its engine, and for whom.
+type Reserved struct {
+	Tokens, Pending                      job.Tokens
+	Sequences, Running, InHand, Attempts int
+}
+
+// Reserved is zero while nothing runs.
+func (w *Worker) Reserved() (r Reserved) {
+	w.mu.Lock()
+	r.Attempts = len(w.attempts)
+	w.mu.Unlock()
+	w.gate.mu.Lock()
+	defer w.gate.mu.Unlock()
+	r.Tokens, r.Pending, r.Sequences = w.gate.sched.Reserved()
+	r.Running, r.InHand = len(w.gate.running), len(w.gate.hand)
+	return r
+}
