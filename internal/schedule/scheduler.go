@@ -26,8 +26,8 @@ const (
 	loadWeight = 8
 	// longestStep is the most prompt tokens that an engine computes in one step, as far as silence goes.
 	longestStep = 8192
-	// computedPart is the most of a prompt that is taken as computed before its first token proves it.
-	computedPart = 0.75
+	// computedPart is the most of the pending prompts that is taken as computed before a first token proves it: what starts then is in the engine's line when its step ends.
+	computedPart = 0.6
 	// rescueAfter is how long after an engine has halted what has no token there yet is given back.
 	rescueAfter = 100 * time.Millisecond
 	// fresh is for how long a job that has started may be missing in what the engine says.
@@ -203,9 +203,13 @@ func (s *Scheduler) reconcile(r Reading) {
 		used += float64(k.Used)
 	}
 	known := float64(s.held - s.young)
-	// What runs undisturbed is wholly visible: the rest of the ledger is shared with others.
 	if s.young == 0 && s.pending == 0 && r.Waiting == 0 && known > 0 {
-		s.share += (min(1, max(0.05, used/known)) - s.share) / 4
+		// What runs undisturbed is wholly visible: the rest of the ledger is shared with others. But a page that does not show what runs, as one that stands still, says nothing of what it holds.
+		shown := 1.0
+		if used > 0 && 2*r.Running >= s.seqs {
+			shown = min(1, max(0.05, used/known))
+		}
+		s.share += (shown - s.share) / 4
 	}
 	s.foreign = max(0, used-s.share*known-float64(s.young))
 }
@@ -328,13 +332,13 @@ func (s *Scheduler) computed(now time.Time, t *Ticket) {
 	}
 }
 
-// ahead is how many prompt tokens a job that starts now finds before it: what is pending, less what of the prompt at hand must be computed by now.
+// ahead is how many prompt tokens a job that starts now finds before it: what is pending, less what must be computed by now.
 func (s *Scheduler) ahead(now time.Time) job.Tokens {
 	for _, t := range s.running {
 		if t.pending {
 			base, each := s.pace.line()
 			done := (now.Sub(maxTime(t.started, s.computedAt)).Seconds() - base) / each
-			return s.pending - job.Tokens(min(max(done, 0), computedPart*float64(t.prompt)))
+			return s.pending - job.Tokens(min(max(done, 0), computedPart*float64(s.pending)))
 		}
 	}
 	return 0
