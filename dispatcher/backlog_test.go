@@ -68,7 +68,10 @@ func TestBacklogIsRepaired(t *testing.T) {
 	e.lead(quick)
 	e.until("only what waits is counted", func() bool { return jobs() == 1 })
 	e.wipe()
-	e.until("it is counted again", func() bool { return jobs() == 1 && e.get(waiting).State == job.Queued })
+	e.until("it is there and counted again", func() bool {
+		rec, err := e.results.Get(t.Context(), waiting.ID)
+		return err == nil && rec.State == job.Queued && jobs() == 1
+	})
 }
 
 func TestExpiredJobsSayWhatTheyWaitedFor(t *testing.T) {

@@ -106,12 +106,29 @@ func (s *Store) begin(ctx context.Context) error {
 	if err := s.checkPolicy(ctx); err != nil {
 		return err
 	}
-	for _, sc := range scripts {
-		if err := sc.Load(ctx, s.db).Err(); err != nil {
-			return wrap(err, "loading a script")
-		}
+	if err := s.loadScripts(ctx); err != nil {
+		return wrap(err, "loading the scripts")
 	}
 	return nil
+}
+
+// loadScripts loads all scripts: on a single server in one round trip, on a cluster one by one on each of its nodes.
+func (s *Store) loadScripts(ctx context.Context) error {
+	if s.isCluster {
+		for _, sc := range scripts {
+			if err := sc.Load(ctx, s.db).Err(); err != nil {
+				return err
+			}
+		}
+		return nil
+	}
+	_, err := s.db.Pipelined(ctx, func(p redis.Pipeliner) error {
+		for _, sc := range scripts {
+			sc.Load(ctx, p)
+		}
+		return nil
+	})
+	return err
 }
 
 // checkPolicy refuses servers that may drop keys when memory runs out: a record that vanishes silently is worse than a write that is refused.

@@ -72,14 +72,12 @@ type standing struct {
 // asks, finds nothing, and calls Forget, and RepairBacklog drops the members. A job that is over a limit gives a *LimitError beside its standing; its record is written all the same, for the caller to discard.
 func (s *Store) create(ctx context.Context, l Limits, all ...creation) ([]standing, error) {
 	calls := make([]call, 0, 2*len(all))
-	var counted []*job.Job
 	for _, c := range all {
 		text, err := encode(c.job)
 		if err != nil {
 			return nil, err
 		}
 		if !c.state.Ended() {
-			counted = append(counted, c.job)
 			calls = append(calls, s.enterCall(c.job, l))
 		}
 		args := append([]any{string(c.state), text, s.expireAt(c.job), c.body}, c.fields...)
