@@ -29,9 +29,9 @@ var plotColours = map[Policy]string{RoundRobin: "#9aa0a6", LeastLoad: "#e69f00",
 func (r *Report) Plot(w io.Writer) error {
 	ttft := map[Policy][]time.Duration{}
 	least, most := time.Duration(math.MaxInt64), time.Duration(0)
-	for p, runs := range r.runs {
+	for _, p := range Policies() {
 		var all []time.Duration
-		for _, run := range runs {
+		for _, run := range r.runs[p] {
 			for _, s := range run.Samples {
 				if !s.Failed {
 					all = append(all, max(s.TTFT, time.Microsecond))

@@ -107,15 +107,26 @@ func TestStudiesAreChecked(t *testing.T) {
 
 func TestThePlotIsXMLWithALineForEachArm(t *testing.T) {
 	t.Parallel()
-	var b strings.Builder
-	if err := simulate(t, routing.Study{Params: routing.Params{Requests: 300}, Seeds: 1}).Plot(&b); err != nil {
-		t.Fatal(err)
+	for _, v := range routing.Variants() {
+		var b strings.Builder
+		if err := simulate(t, routing.Study{Params: routing.Params{Variant: v, Requests: 300}, Seeds: 1}).Plot(&b); err != nil {
+			t.Fatal(err)
+		}
+		if lines := polylines(t, b.String()); lines != len(routing.Policies()) {
+			t.Errorf("%s: %d lines", v, lines)
+		}
 	}
-	lines := 0
-	for d := xml.NewDecoder(strings.NewReader(b.String())); ; {
+	if err := new(routing.Report).Plot(io.Discard); err == nil {
+		t.Error("a plot of nothing")
+	}
+}
+
+func polylines(t *testing.T, svg string) (lines int) {
+	t.Helper()
+	for d := xml.NewDecoder(strings.NewReader(svg)); ; {
 		token, err := d.Token()
 		if errors.Is(err, io.EOF) {
-			break
+			return lines
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -123,11 +134,5 @@ func TestThePlotIsXMLWithALineForEachArm(t *testing.T) {
 		if s, ok := token.(xml.StartElement); ok && s.Name.Local == "polyline" {
 			lines++
 		}
-	}
-	if lines != len(routing.Policies()) {
-		t.Errorf("%d lines", lines)
-	}
-	if err := new(routing.Report).Plot(&b); err == nil {
-		t.Error("a plot of nothing")
 	}
 }
