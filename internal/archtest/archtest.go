@@ -89,7 +89,7 @@ var Reserved = map[string]Reservation{
 	"database/sql":                                                       {},
 	"github.com/millrace/millrace/internal/config":                       {Importers: []string{"cmd/millrace"}},
 	"github.com/millrace/millrace/internal/telemetry":                    {Importers: []string{"cmd/millrace", "bench"}},
-	"github.com/millrace/millrace/internal/platform":                     {Importers: []string{"cmd/millrace", "bench"}, Tests: true},
+	"github.com/millrace/millrace/internal/platform":                     {Importers: []string{"cmd/millrace", "bench", "bench/routing"}, Tests: true},
 	"github.com/millrace/millrace/internal/engine/emulator/emulatortest": {Tests: true},
 	"github.com/millrace/millrace/internal/results/resultstest":          {Tests: true},
 	"github.com/millrace/millrace/internal/testenv":                      {Tests: true},
