@@ -36,7 +36,27 @@ func (d *Dispatcher) tendLane(ctx context.Context, kind queue.Kind, m job.Model,
 	case w.State != cluster.Ready:
 		return d.moveLane(ctx, lane, d.deps.Queue.Undelivered(ctx, kind, m, lane), 0)
 	}
-	return d.moveLane(ctx, lane, d.deps.Queue.Undelivered(ctx, kind, m, lane), d.cfg.LanePatience)
+	return d.moveLane(ctx, lane, d.heldElsewhere(m, lane, w, d.deps.Queue.Undelivered(ctx, kind, m, lane)), d.cfg.LanePatience)
+}
+
+// heldElsewhere leaves out of the messages of w's lane what is too long for the model's other workers, and less so for w: they would send it back.
+func (d *Dispatcher) heldElsewhere(m job.Model, lane queue.Lane, w *cluster.WorkerInfo, messages iter.Seq2[*queue.Stored, error]) iter.Seq2[*queue.Stored, error] {
+	var others job.Tokens
+	for _, o := range d.deps.Cluster.Workers(m) {
+		if queue.WorkerLane(job.Worker(o.ID)) != lane && o.Worker != nil && o.Worker.State == cluster.Ready {
+			others = max(others, o.Worker.Largest)
+		}
+	}
+	return func(yield func(*queue.Stored, error) bool) {
+		for s, err := range messages {
+			if err == nil && min(s.Job.Cost.Longest(), w.Largest) > others {
+				continue
+			}
+			if !yield(s, err) {
+				return
+			}
+		}
+	}
 }
 
 // laneAtOnce bounds how many messages of a lane are moved side by side.

@@ -13,7 +13,7 @@ type holding struct {
 	*queue.Delivery
 	log   *slog.Logger
 	beats *repeat
-	// move puts the message where any worker gets it; nil if it is there.
+	// move puts the message into the lane where it belongs; nil if it is there.
 	move func() error
 
 	mu       sync.Mutex // guards what follows, and keeps the answer behind the last word that it is in progress
@@ -58,7 +58,7 @@ func (h *holding) ack() {
 	}
 }
 
-// nak hands the delivery back; if even that fails its ack wait runs out. One of the worker's own lane goes to all workers, and without the delay: what the others have to wait for stands in
+// nak hands the delivery back; if even that fails its ack wait runs out. One that belongs into another lane goes there, and without the delay: what the others have to wait for stands in
 // the job's record.
 func (h *holding) nak(delay time.Duration) {
 	if err := h.answer(func() error {

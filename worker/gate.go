@@ -33,6 +33,18 @@ type gate struct {
 	timer   *time.Timer   // looks again when something changes by time alone
 	changed chan struct{} // closed, and another put in its place, when who wanted to pull and could not may ask again
 	refused bool          // somebody has been told to wait for changed
+	pullers map[int]*puller
+	yielded *time.Timer // ends the time for which lower classes wait for higher ones
+}
+
+// headStart is how long a pull of a class that has work waits before lower classes pull too: without it they would be served in turn.
+const headStart = 20 * time.Millisecond
+
+// puller is one consumer of a class (rank; -1 is the own lane, which has all).
+type puller struct {
+	class int
+	brisk bool      // its last pull brought something: there may be more
+	since time.Time // of the pull that is out, zero if none is
 }
 
 // waiter is one who waits for a job in hand.
@@ -57,9 +69,11 @@ func newGate(cfg schedule.Config, stop func(job.ID, error)) (*gate, error) {
 	if err != nil {
 		return nil, err
 	}
-	g := &gate{stop: stop, sched: s, hand: map[*schedule.Ticket]*waiter{}, running: map[*schedule.Ticket]job.ID{}, changed: make(chan struct{})}
+	g := &gate{stop: stop, sched: s, hand: map[*schedule.Ticket]*waiter{}, running: map[*schedule.Ticket]job.ID{}, changed: make(chan struct{}), pullers: map[int]*puller{}}
 	g.timer = time.AfterFunc(time.Hour, g.look)
 	g.timer.Stop()
+	g.yielded = time.AfterFunc(time.Hour, g.tell)
+	g.yielded.Stop()
 	return g, nil
 }
 
@@ -136,6 +150,17 @@ func (g *gate) turnLocked() {
 			g.timer.Reset(next.Sub(now))
 		}
 	}
+	g.tellLocked()
+}
+
+// tell tells those who wait for it that they may ask again.
+func (g *gate) tell() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.tellLocked()
+}
+
+func (g *gate) tellLocked() {
 	if g.refused {
 		g.refused = false
 		close(g.changed)
@@ -253,6 +278,7 @@ func (g *gate) close() {
 	defer g.mu.Unlock()
 	g.open, g.closed = false, true
 	g.timer.Stop()
+	g.yielded.Stop()
 	g.emptyLocked(errClosed)
 	g.turnLocked()
 }
@@ -282,21 +308,59 @@ func (g *gate) status() schedule.Status {
 func (g *gate) want(consumer, class int) (schedule.Wish, <-chan struct{}) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	if g.pullers[consumer] == nil {
+		g.pullers[consumer] = &puller{class: class}
+	}
+	now := time.Now()
 	if g.open {
-		if wish := g.sched.Pull(time.Now(), class); wish.Batch > 0 {
-			g.sched.Pulling(consumer, wish.Batch)
-			return wish, nil
+		if wish := g.sched.Pull(now, class); wish.Batch > 0 {
+			wait := g.yieldLocked(now, class)
+			if wait <= 0 {
+				g.sched.Pulling(consumer, wish.Batch)
+				g.pullers[consumer].since = now
+				return wish, nil
+			}
+			g.yielded.Reset(wait)
 		}
 	}
 	g.refused = true
 	return schedule.Wish{}, g.changed
 }
 
-// pulled notes that a consumer's pull has ended.
-func (g *gate) pulled(consumer int) {
+// yieldLocked is how long a class waits for higher ones to pull what there is of them: a worker with room for one job more would else get one of each class, and start whichever comes first.
+// What the batch class is due it does not wait for.
+func (g *gate) yieldLocked(now time.Time, class int) (wait time.Duration) {
+	if class == job.Batch.Rank() && g.sched.Due() {
+		return 0
+	}
+	for _, p := range g.pullers {
+		if p.class < 0 || p.class >= class || !p.brisk {
+			continue
+		}
+		if p.since.IsZero() { // it has been told as well
+			wait = headStart
+		} else {
+			wait = max(wait, headStart-now.Sub(p.since))
+		}
+	}
+	return wait
+}
+
+// pulled notes that a consumer's pull has ended, and how many jobs it brought.
+func (g *gate) pulled(consumer, n int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.sched.Pulled(consumer)
+	p := g.pullers[consumer]
+	p.brisk, p.since = n > 0, time.Time{}
+}
+
+// leave notes that a consumer pulls no more.
+func (g *gate) leave(consumer int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	delete(g.pullers, consumer)
+	g.tellLocked()
 }
 
 // idle reports whether nothing runs.

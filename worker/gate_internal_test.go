@@ -208,3 +208,51 @@ func TestRetryDelayDoublesToAMinute(t *testing.T) {
 		}
 	}
 }
+
+// TestGateLetsLowerClassesPullBehindHigherOnes that have work: else a worker with room for one more would get one of each.
+func TestGateLetsLowerClassesPullBehindHigherOnes(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := openGate(t, 100_000, 0, nil)
+		defer g.close()
+		const interactive, standard, lane = 1, 2, 3
+		pull := func(consumer int, c job.Class) <-chan struct{} {
+			wish, changed := g.want(consumer, c.Rank())
+			if (wish.Batch > 0) == (changed != nil) {
+				t.Fatalf("a wish for %d and a channel to wait on: %v", wish.Batch, changed)
+			}
+			return changed
+		}
+		if pull(interactive, job.Interactive) != nil || pull(standard, job.Standard) != nil {
+			t.Fatal("the first pulls wait for each other")
+		}
+		g.pulled(interactive, 1) // and a moment later it asks again
+		g.pulled(standard, 0)
+		changed := pull(standard, job.Standard)
+		if changed == nil {
+			t.Fatal("the lower class does not wait for one that has just got work")
+		}
+		if wish, _ := g.want(lane, -1); wish.Batch == 0 {
+			t.Error("the own lane waits as well")
+		}
+		if pull(interactive, job.Interactive) != nil {
+			t.Fatal("the higher class does not pull")
+		}
+		begun := time.Now()
+		<-changed
+		if pull(standard, job.Standard) != nil || time.Since(begun) != headStart {
+			t.Errorf("the lower class waits for %v and more for one whose pull brings nothing", time.Since(begun))
+		}
+		g.pulled(standard, 0)
+		g.pulled(interactive, 0)
+		if pull(standard, job.Standard) != nil {
+			t.Error("it waits for a class that has no work")
+		}
+		g.pulled(standard, 0)
+		pull(interactive, job.Interactive)
+		g.pulled(interactive, 1)
+		g.leave(interactive)
+		if pull(standard, job.Standard) != nil {
+			t.Error("it waits for one who pulls no more")
+		}
+	})
+}

@@ -9,7 +9,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/schedule"
@@ -42,6 +41,7 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 	failing := false
 	left := make(chan struct{}, 64) // gets a value for each delivery that has left the hand
 	consumer := int(w.consumerSeq.Add(1))
+	defer w.gate.leave(consumer)
 	for {
 		wish, changed := w.gate.want(consumer, rank)
 		if wish.Batch == 0 {
@@ -58,7 +58,7 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 		}
 		pulled, err := p.Pull(ctx, queue.PullRequest{Batch: wish.Batch, Expires: expires, Level: wish.Level})
 		if err != nil {
-			w.gate.pulled(consumer)
+			w.gate.pulled(consumer, 0)
 			if ctx.Err() == nil && !failing { // once per outage
 				log.Warn("pulling: trying again", "err", err)
 			}
@@ -76,7 +76,7 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 			inHand++
 			deliveries.Go(func() { w.handle(ctx, run, d, sync.OnceFunc(func() { left <- struct{}{} })) })
 		}
-		w.gate.pulled(consumer)
+		w.gate.pulled(consumer, inHand)
 		for ; inHand > 0; inHand-- {
 			<-left
 		}
@@ -107,7 +107,7 @@ func (w *Worker) handle(ctx, run context.Context, d *queue.Delivery, started fun
 	j := &d.Job
 	h := hold(d, w.log.With("job", j.ID, "model", j.Model, "tenant", j.Tenant))
 	if d.Lane != queue.AnyLane {
-		h.move = func() error { return w.moveOn(run, d) }
+		h.move = func() error { return w.moveTo(run, d, queue.AnyLane) }
 	}
 	defer h.close()
 	defer func() {
@@ -116,6 +116,9 @@ func (w *Worker) handle(ctx, run context.Context, d *queue.Delivery, started fun
 			h.nak(elsewhere)
 		}
 	}()
+	if w.sendOn(run, h) {
+		return
+	}
 	reservation, err := w.enter(ctx, d)
 	switch {
 	case err == nil:
@@ -162,7 +165,7 @@ func (w *Worker) enter(ctx context.Context, d *queue.Delivery) (*reservation, er
 // roomElsewhere tells whether another worker could start the job at once.
 func (w *Worker) roomElsewhere(j *job.Job) bool {
 	for _, m := range w.deps.Cluster.Workers(j.Model) {
-		if o := m.Worker; o != nil && m.ID != string(w.id) && o.State == cluster.Ready && o.InHand == 0 && o.Brake == "" && o.FreeRank >= j.Cost.Prompt+room {
+		if o := m.Worker; o != nil && m.ID != string(w.id) && hasRoom(o, j) {
 			return true
 		}
 	}

@@ -171,12 +171,18 @@ func (w *Worker) take(l engine.Load, err error) {
 		w.log.Warn("the engine does not tell its KV capacity: the configured one is used", "tokens", l.Capacity())
 	}
 	w.source = l.Source
-	w.largest = l.LargestRank()
-	for _, m := range w.models {
-		if m.length > 0 {
-			w.largest = min(w.largest, m.length)
+	w.rank = l.LargestRank()
+}
+
+// largestLocked is the longest sequence of a model that fits, 0 if that is not known yet; of model "" one that fits whichever it is.
+func (w *Worker) largestLocked(model job.Model) job.Tokens {
+	n := w.rank
+	for name, m := range w.models {
+		if m.length > 0 && (model == "" || model == name) {
+			n = min(n, m.length)
 		}
 	}
+	return n
 }
 
 // seen tells whether the engine has ever told its load.
@@ -204,13 +210,12 @@ func (w *Worker) adopt(ctx context.Context, models []engine.ModelInfo, serve fun
 			w.models[m.Model] = &served{length: m.ContextLength, stop: func() {}}
 		}
 	}
-	largest, kind := w.largest, w.kind
+	kind := w.kind
 	w.mu.Unlock()
 	for _, m := range models {
-		fit := largest
-		if m.ContextLength > 0 {
-			fit = min(fit, m.ContextLength)
-		}
+		w.mu.Lock()
+		fit := w.largestLocked(m.Model)
+		w.mu.Unlock()
 		short, cancel := context.WithTimeout(ctx, storeTimeout)
 		err := w.deps.Cluster.Remember(short, cluster.KnownModel{Model: m.Model, Largest: fit, Seen: time.Now().UnixMilli(), Engine: string(kind)})
 		cancel()

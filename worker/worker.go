@@ -58,7 +58,7 @@ type Worker struct {
 	kind     engine.Kind
 	models   map[job.Model]*served
 	source   string
-	largest  job.Tokens
+	rank     job.Tokens                         // the capacity of the largest
 	attempts map[job.ID]context.CancelCauseFunc // one for each job that runs, or is about to be claimed
 	pulls    sync.WaitGroup                     // grows under mu, until the worker drains
 }
@@ -87,7 +87,7 @@ func New(cfg Config, deps Deps) (*Worker, error) {
 		models: map[job.Model]*served{}, attempts: map[job.ID]context.CancelCauseFunc{},
 	}
 	var err error
-	if w.gate, err = newGate(cfg.Schedule, w.preempt); err != nil {
+	if w.gate, err = newGate(cfg.Schedule, w.stop); err != nil {
 		return nil, fmt.Errorf("worker: %w", err)
 	}
 	if w.metrics, err = newMetrics(deps.Registerer, w); err != nil {

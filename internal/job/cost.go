@@ -42,6 +42,9 @@ func positive(raw json.RawMessage) int64 {
 // mostExpected bounds what one job is expected to need, so that sums of a million jobs stay whole numbers in a double.
 const mostExpected = 1 << 32
 
+// Longest is how long a sequence the request may make, in tokens: an engine refuses what is over its context. Without a limit on the answer it is the prompt alone, for the answer then ends where the context does.
+func (c Cost) Longest() Tokens { return min(max(0, c.Prompt), mostExpected) + min(max(0, c.Output), mostExpected) }
+
 // Expected is how many tokens the job is expected to need in all: its prompt, and as many answers as it asks for, each of the length that it allows. It is an estimate to compare and to add up, not a
 // bound: whoever needs times divides by rates that are measured in the same estimates.
 func (j *Job) Expected() Tokens {

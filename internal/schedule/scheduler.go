@@ -435,6 +435,9 @@ func (s *Scheduler) fits(now time.Time, t *Ticket) bool {
 	if n := s.bound(); n > 0 && s.seqs+t.seqs > n {
 		return false
 	}
+	if s.oversized(t) && !slices.ContainsFunc(s.running, s.oversized) {
+		return true
+	}
 	if s.crowded(now, t.prompt) {
 		return false
 	}
@@ -446,6 +449,11 @@ func (s *Scheduler) fits(now time.Time, t *Ticket) bool {
 		return false
 	}
 	return s.peakFits(now, t)
+}
+
+// oversized tells whether t fits in no rank even if that is empty. It would wait for room that can never be: the engine refuses it at once, or the estimate is wrong, and its own word is the better one.
+func (s *Scheduler) oversized(t *Ticket) bool {
+	return !slices.ContainsFunc(s.ranks, func(r Rank) bool { return t.prompt <= r.Capacity })
 }
 
 // crowded tells whether a prompt would have to wait for others to be computed: in the line at the queue it waits as long, and every worker may take it there.
@@ -573,6 +581,9 @@ func (s *Scheduler) Start(now time.Time) (started []*Ticket, next time.Time) {
 
 // due tells whether the batch class has a start coming.
 func (s *Scheduler) due() bool { return s.credit >= 1 }
+
+// Due tells whether the batch class has a start coming.
+func (s *Scheduler) Due() bool { return s.due() }
 
 // next is when something changes by time alone.
 func (s *Scheduler) next(now time.Time) (next time.Time) {

@@ -1,0 +1,97 @@
+package schedule_test
+
+import (
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/schedule"
+)
+
+// An engine that runs four jobs at once, each for a tenth of a second.
+const (
+	slots   = 4
+	service = 100 * time.Millisecond
+)
+
+// serve gives a worker interactive jobs at a share of what it can do, for ten minutes, with batch jobs that never run out. It returns how long the interactive ones waited, and how many batch jobs started.
+func serve(t *testing.T, cfg schedule.Config, load float64, seed uint64) (waits []time.Duration, batch int) {
+	t.Helper()
+	r := cache(1_000_000, 0)
+	r.MaxRunning = slots
+	b := start(t, cfg, r)
+	rnd := rand.New(rand.NewPCG(seed, 3))
+	rate := load * slots / service.Seconds()
+	var arrivals []time.Time // of interactive jobs that wait in the queue
+	next := b.now.Add(time.Duration(rnd.ExpFloat64() / rate * float64(time.Second)))
+	type work struct {
+		ticket *schedule.Ticket
+		ends   time.Time
+	}
+	var running []work
+	for end := b.now.Add(10 * time.Minute); b.now.Before(end); b.wait(time.Millisecond) {
+		for !next.After(b.now) {
+			arrivals = append(arrivals, next)
+			next = next.Add(time.Duration(rnd.ExpFloat64() / rate * float64(time.Second)))
+		}
+		running = slices.DeleteFunc(running, func(j work) bool {
+			if j.ends.After(b.now) {
+				return false
+			}
+			b.Grow(b.now, j.ticket, 1)
+			b.End(b.now, j.ticket, schedule.Result{Completed: true, Prompt: 16, Output: 2})
+			return true
+		})
+		// Both classes ask at once. Who has more to pull comes first, but for what the batch class is due.
+		urgent, patient := b.Pull(b.now, job.Interactive.Rank()).Batch, b.Pull(b.now, job.Batch.Rank()).Batch
+		if len(arrivals) > 0 && !b.Due() {
+			patient = 0
+		}
+		for ; urgent > 0 && len(arrivals) > 0; urgent-- {
+			a := ask(job.Interactive, 16)
+			a.Created, arrivals = arrivals[0], arrivals[1:]
+			b.Offer(b.now, a)
+		}
+		for ; patient > 0; patient-- {
+			b.Offer(b.now, ask(job.Batch, 16))
+		}
+		all, _ := b.Start(b.now)
+		for _, tk := range all {
+			b.First(b.now.Add(time.Millisecond), tk)
+			running = append(running, work{tk, b.now.Add(service)})
+			if tk.Ask.Class == job.Batch {
+				batch++
+			} else {
+				waits = append(waits, b.now.Sub(tk.Ask.Created))
+			}
+		}
+	}
+	slices.Sort(waits)
+	return waits, batch
+}
+
+// TestBatchTricklesUnderInteractiveLoad: at a constant load of interactive work near all that an engine can do, batch work gets what it is due and what is left, and the interactive P99 does not double.
+func TestBatchTricklesUnderInteractiveLoad(t *testing.T) {
+	t.Parallel()
+	const load, trickle = 0.9, 0.05
+	p99 := func(waits []time.Duration) time.Duration { return waits[len(waits)*99/100] }
+	for seed := range uint64(5) {
+		alone, none := serve(t, schedule.Config{Trickle: -1}, load, seed)
+		beside, batch := serve(t, schedule.Config{Trickle: trickle}, load, seed)
+		t.Logf("interactive P99 %v without a trickle (%d batch jobs), %v with (%d)", p99(alone), none, p99(beside), batch)
+		if least := float64(len(beside)) * trickle; float64(batch) < least {
+			t.Errorf("%d batch jobs started beside %d interactive ones, want at least %.0f", batch, len(beside), least)
+		}
+		if p99(beside) > 2*p99(alone) {
+			t.Errorf("interactive P99 rises from %v to %v", p99(alone), p99(beside))
+		}
+	}
+	// More interactive work than it can do: then the trickle is all that batch work gets, and it gets that.
+	interactive, batch := serve(t, schedule.Config{Trickle: trickle}, 1.5, 1)
+	t.Logf("under overload %d batch jobs started beside %d interactive ones", batch, len(interactive))
+	if share := float64(batch) / float64(len(interactive)); share < 0.8*trickle || share > 1.5*trickle {
+		t.Errorf("under overload %d batch jobs started beside %d interactive ones", batch, len(interactive))
+	}
+}
