@@ -118,7 +118,11 @@ func (c *apiFlags) check() error {
 	for suffix, a := range map[string]results.Amount{"": c.Limits.Queue, "-tenant": c.Limits.Tenant, "-model": c.Limits.Model} {
 		errs = append(errs, config.AtLeast("max-queued-jobs"+suffix, a.Jobs, 0), config.AtLeast("max-queued-tokens"+suffix, a.Tokens, 0))
 	}
-	return errors.Join(append(errs, config.AtLeast("max-interactive-wait", c.MaxInteractiveWait, 0))...)
+	return errors.Join(append(
+		errs, config.AtLeast("max-interactive-wait", c.MaxInteractiveWait, 0), config.AtLeast("max-held", c.MaxHeld, 1), config.AtLeast("max-body", c.MaxBody, 1),
+		config.AtLeast("max-bodies", c.MaxBodies, 1), config.AtLeast("default-deadline", c.DefaultDeadline, time.Second), config.AtLeast("max-deadline", c.MaxDeadline, time.Second),
+		config.AtLeast("default-run-timeout", c.DefaultRunTimeout, time.Second), config.AtLeast("drain-timeout", c.DrainTimeout, time.Millisecond),
+	)...)
 }
 
 // engineFlags say which engine a worker sits beside.
@@ -182,7 +186,7 @@ func (c *workerFlags) check() error {
 		c.Models = append(c.Models, job.Model(m))
 	}
 	return errors.Join(
-		config.AtLeast("drain", c.Drain, 0), config.AtLeast("stall-timeout", c.StallTimeout, time.Second),
+		config.AtLeast("drain", c.Drain, time.Millisecond), config.AtLeast("stall-timeout", c.StallTimeout, time.Second),
 		config.AtLeast("probe-timeout", c.ProbeTimeout, time.Second), config.Between("max-attempts", c.MaxAttempts, 1, 100),
 		config.AtLeast("session-ttl", c.SessionTTL, time.Second), config.AtLeast("prefix-ttl", c.PrefixTTL, time.Second),
 		config.Between("max-failures", c.FailuresInRow, 1, 1000),
