@@ -36,20 +36,26 @@ type platform struct {
 	model  job.Model
 }
 
-// start builds and starts the platform beside the engine, and stops it as a terminal would when the test ends.
-func start(t *testing.T) *platform {
+// engineURL is the address of the engine under test.
+func engineURL(t *testing.T) string {
 	t.Helper()
 	engine := os.Getenv("ENGINE_URL")
 	if engine == "" {
 		t.Fatal("ENGINE_URL is not set: make engine-test ENGINE_URL=http://127.0.0.1:11434")
 	}
+	return engine
+}
+
+// start builds and starts the platform beside an engine, and stops it as a terminal would when the test ends.
+func start(t *testing.T, engine string, args ...string) *platform {
+	t.Helper()
 	dir := t.TempDir()
 	program := filepath.Join(dir, "millrace")
 	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, "../../cmd/millrace").CombinedOutput(); err != nil {
 		t.Fatalf("building millrace: %v\n%s", err, out)
 	}
 	addr := freeAddr(t)
-	cmd := exec.Command(program, "up", "--engine", engine, "--listen", addr, "--data", filepath.Join(dir, "data"), "--metrics-listen", "off", "--drain", "1s")
+	cmd := exec.Command(program, append([]string{"up", "--engine", engine, "--listen", addr, "--data", filepath.Join(dir, "data"), "--metrics-listen", "off", "--drain", "1s"}, args...)...)
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
 	if err := cmd.Start(); err != nil {
@@ -72,6 +78,11 @@ func start(t *testing.T) *platform {
 	t.Cleanup(p.client.CloseIdleConnections)
 	p.model = p.awaitModel(t)
 	return p
+}
+
+// base is an engine's address without its API.
+func base(engine string) string {
+	return strings.TrimSuffix(strings.TrimRight(engine, "/"), "/v1")
 }
 
 func freeAddr(t *testing.T) string {
@@ -116,8 +127,8 @@ func (p *platform) long() json.RawMessage {
 }
 
 func TestRealEngine(t *testing.T) {
-	p := start(t)
-	direct := openai.NewClient(option.WithBaseURL(strings.TrimSuffix(strings.TrimRight(os.Getenv("ENGINE_URL"), "/"), "/v1")+"/v1"), option.WithAPIKey("any"), option.WithMaxRetries(0))
+	p := start(t, engineURL(t))
+	direct := openai.NewClient(option.WithBaseURL(base(engineURL(t))+"/v1"), option.WithAPIKey("any"), option.WithMaxRetries(0))
 
 	t.Run("serves the engine's models", func(t *testing.T) {
 		list := func(c openai.Client) []string {
