@@ -21,7 +21,7 @@ import (
 // job is a script, so that would bound everything. Here one state lives on, and a run costs about what its commands cost.
 //
 // A hook before each command takes EVALSHA of scripts that were loaded before. The rest stays with miniredis: a script's first EVAL, and all scripts on connections that
-// are, or were, in a transaction, in another database or subscribed.
+// are in a transaction, or were in another database or subscribed.
 //
 // A script runs under the lock that miniredis takes for each command and each transaction, so it is atomic towards all of them. The commands of a script need a connection
 // that takes no lock, because miniredis believes it to be a script's: one script that miniredis runs at the start gives us the inside of such a connection.
@@ -32,7 +32,7 @@ type scripts struct {
 	lock   sync.Locker // of miniredis
 	server *server.Server
 	protos sync.Map // *lua.FunctionProto of each script by its SHA-1
-	peers  sync.Map // bool by *server.Peer: whether scripts of this connection are run here
+	peers  sync.Map // trust by *server.Peer: whether scripts of this connection are run here
 
 	// Whoever holds lock owns these.
 	state  *lua.LState
@@ -93,17 +93,32 @@ func (s *scripts) hook(c *server.Peer, cmd string, args ...string) bool {
 		} else if len(args) >= 1 && strings.EqualFold(args[0], "FLUSH") && s.trusts(c) {
 			s.protos.Clear()
 		}
-	case "MULTI", "SELECT", "SUBSCRIBE", "PSUBSCRIBE": // from now on its scripts may have to wait, mean other keys, or be refused
-		s.judge(c, false)
+	case "MULTI": // until its end scripts have to wait for it
+		if s.trusts(c) {
+			s.peers.Store(c, waiting)
+		}
+	case "EXEC", "DISCARD":
+		s.peers.CompareAndSwap(c, waiting, trusted)
+	case "SELECT", "SUBSCRIBE", "PSUBSCRIBE": // from now on its scripts mean other keys, or are refused
+		s.judge(c, untrusted)
 	}
 	return false
 }
+
+// trust in a connection.
+type trust int
+
+const (
+	trusted trust = iota
+	waiting       // in a transaction
+	untrusted
+)
 
 // trusts tells whether a connection's scripts may be run here. Only miniredis knows whether a connection is authenticated and not a script's own: one that is both gets an
 // answer to what is asked here.
 func (s *scripts) trusts(c *server.Peer) bool {
 	if known, ok := s.peers.Load(c); ok {
-		return known.(bool)
+		return known == trusted
 	}
 	var reply bytes.Buffer
 	asking := server.NewPeer(bufio.NewWriter(&reply))
@@ -113,13 +128,13 @@ func (s *scripts) trusts(c *server.Peer) bool {
 	if reply.String() != "*1\r\n:0\r\n" {
 		return false
 	}
-	s.judge(c, true)
+	s.judge(c, trusted)
 	return true
 }
 
 // judge remembers until a connection ends whether its scripts are run here.
-func (s *scripts) judge(c *server.Peer, here bool) {
-	if _, known := s.peers.Swap(c, here); !known {
+func (s *scripts) judge(c *server.Peer, t trust) {
+	if _, known := s.peers.Swap(c, t); !known {
 		c.OnDisconnect(func() { s.peers.Delete(c) })
 	}
 }

@@ -124,7 +124,7 @@ func (s *Store) loadScripts(ctx context.Context) error {
 	}
 	_, err := s.db.Pipelined(ctx, func(p redis.Pipeliner) error {
 		for _, sc := range scripts {
-			sc.Load(ctx, p)
+			p.ScriptLoad(ctx, sc.text) // Script.Load would take the answer, which is not there yet, for the script's hash
 		}
 		return nil
 	})
@@ -193,7 +193,7 @@ func (s *Store) Now() job.Millis { return s.clock.now() }
 
 // call is one run of a script.
 type call struct {
-	script *redis.Script
+	script *script
 	keys   []string
 	args   []any
 }

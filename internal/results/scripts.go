@@ -49,27 +49,35 @@ var (
 
 // Each script is atomic, takes all its keys by KEYS and only from one slot, and writes nothing before it can fail no more.
 var (
-	appendScript   = redis.NewScript(prelude + appendLua)
-	bindScript     = redis.NewScript(bindLua)
-	cancelScript   = redis.NewScript(prelude + cancelLua)
-	claimScript    = redis.NewScript(prelude + claimLua)
-	createScript   = redis.NewScript(prelude + createLua)
-	deleteScript   = redis.NewScript(prelude + deleteLua)
-	discardScript  = redis.NewScript(discardLua)
-	dismissScript  = redis.NewScript(dismissLua)
-	endLeaseScript = redis.NewScript(prelude + endLeaseLua)
-	enterScript    = redis.NewScript(enterLua)
-	eventsScript   = redis.NewScript(eventsLua)
-	finishScript   = redis.NewScript(prelude + finishLua)
-	giveBackScript = redis.NewScript(prelude + giveBackLua)
-	leaveScript    = redis.NewScript(leaveLua)
-	pageScript     = redis.NewScript(pageLua)
-	queuedScript   = redis.NewScript(queuedLua)
-	releaseScript  = redis.NewScript(releaseLua)
-	renewScript    = redis.NewScript(prelude + renewLua)
+	appendScript   = newScript(prelude + appendLua)
+	bindScript     = newScript(bindLua)
+	cancelScript   = newScript(prelude + cancelLua)
+	claimScript    = newScript(prelude + claimLua)
+	createScript   = newScript(prelude + createLua)
+	deleteScript   = newScript(prelude + deleteLua)
+	discardScript  = newScript(discardLua)
+	dismissScript  = newScript(dismissLua)
+	endLeaseScript = newScript(prelude + endLeaseLua)
+	enterScript    = newScript(enterLua)
+	eventsScript   = newScript(eventsLua)
+	finishScript   = newScript(prelude + finishLua)
+	giveBackScript = newScript(prelude + giveBackLua)
+	leaveScript    = newScript(leaveLua)
+	pageScript     = newScript(pageLua)
+	queuedScript   = newScript(queuedLua)
+	releaseScript  = newScript(releaseLua)
+	renewScript    = newScript(prelude + renewLua)
 
-	scripts = []*redis.Script{
+	scripts = []*script{
 		appendScript, bindScript, cancelScript, claimScript, createScript, deleteScript, discardScript, dismissScript, endLeaseScript, enterScript, eventsScript,
 		finishScript, giveBackScript, leaveScript, pageScript, queuedScript, releaseScript, renewScript,
 	}
 )
+
+// script is a Lua script and its text.
+type script struct {
+	*redis.Script
+	text string
+}
+
+func newScript(text string) *script { return &script{redis.NewScript(text), text} }
