@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/millrace/millrace/internal/engine"
@@ -23,6 +24,8 @@ var (
 // After any mix of success, failure, cancel and panic the ledger is back at zero when nothing runs.
 type gate struct {
 	stop func(job.ID, error) // stops a job's attempt for a reason, so that it is given back
+	// others: another worker could take what this one's engine has halted on.
+	others atomic.Bool
 
 	mu      sync.Mutex
 	sched   *schedule.Scheduler
@@ -140,11 +143,13 @@ func (g *gate) turnLocked() {
 		for _, t := range g.sched.Preempt(now) {
 			go g.stop(g.running[t], errPreempted) // it takes other locks; it ends at once
 		}
-		for _, t := range g.sched.Rescue(now) {
-			go g.stop(g.running[t], errHalted)
-		}
-		for _, t := range g.sched.Return(now) {
-			g.sendAwayLocked(t, errHalted)
+		if g.others.Load() {
+			for _, t := range g.sched.Rescue(now) {
+				go g.stop(g.running[t], errHalted)
+			}
+			for _, t := range g.sched.Return(now) {
+				g.sendAwayLocked(t, errHalted)
+			}
 		}
 		if !next.IsZero() {
 			g.timer.Reset(next.Sub(now))
@@ -344,6 +349,13 @@ func (g *gate) yieldLocked(now time.Time, class int) (wait time.Duration) {
 		}
 	}
 	return wait
+}
+
+// took notes how long after a pull its first delivery came.
+func (g *gate) took(d time.Duration) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.sched.Took(d)
 }
 
 // pulled notes that a consumer's pull has ended, and how many jobs it brought.

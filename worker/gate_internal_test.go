@@ -97,6 +97,7 @@ func TestGateHandsBackWhatIsInHandOfAnEngineThatHasHalted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := openGate(t, 10_000, 1, nil)
 		defer g.close()
+		g.others.Store(true)
 		r, err := g.enter(t.Context(), streamed(job.Standard, 100))
 		if err != nil {
 			t.Fatal(err)

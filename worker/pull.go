@@ -19,6 +19,7 @@ const (
 	expiryIdle = 5 * time.Second
 	elsewhere  = 500 * time.Millisecond // in hand for so long: look whether another worker has room; handed back for so long
 	pullAgain  = time.Second            // after a pull that could not even be sent
+	maxRescues = 3                      // deliveries of a job that may be given back because the engine has halted before their first token
 	room       = 16                     // tokens beside its prompt that a job needs to start elsewhere
 )
 
@@ -56,6 +57,7 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 		if wish.Busy {
 			expires = expiryBusy
 		}
+		asked := time.Now()
 		pulled, err := p.Pull(ctx, queue.PullRequest{Batch: wish.Batch, Expires: expires, Level: wish.Level})
 		if err != nil {
 			w.gate.pulled(consumer, 0)
@@ -73,6 +75,9 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 		failing = false
 		inHand := 0
 		for d := range pulled {
+			if inHand == 0 {
+				w.gate.took(time.Since(asked))
+			}
 			inHand++
 			deliveries.Go(func() { w.handle(ctx, run, d, sync.OnceFunc(func() { left <- struct{}{} })) })
 		}
@@ -154,7 +159,7 @@ func (w *Worker) enter(ctx context.Context, d *queue.Delivery) (*reservation, er
 	defer glance.stop()
 	j := &d.Job
 	return w.gate.enter(ctx, entry{
-		id: j.ID, preemptible: !j.Live(), lane: d.Lane != queue.AnyLane,
+		id: j.ID, preemptible: !j.Live(), rescuable: d.Delivered <= maxRescues, lane: d.Lane != queue.AnyLane,
 		ask: schedule.Ask{
 			Tenant: j.Tenant, Model: j.Model, Group: j.Group, Class: j.Class, Cost: j.Cost, Created: j.Created.Time(),
 			Streams: j.Events || j.Live() && j.Stream,

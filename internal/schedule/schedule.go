@@ -24,7 +24,7 @@ type Config struct {
 	// Reserve is the share of the KV cache that is never granted, 0 to below 1. To reserve nothing cannot be asked for.
 	Reserve float64
 	// TokenBudget bounds the prompt tokens that are started and not yet computed; a longer prompt starts when none is. The default is less than engines compute in one step, so that
-	// short prompts do not share a step with long ones.
+	// short prompts do not share a step with long ones. An engine that computes more within 25 ms gets as much as that.
 	TokenBudget job.Tokens
 	// Trickle is the share of starts that the batch class gets while higher classes wait, 0 to 1. Negative is none.
 	Trickle float64

@@ -28,6 +28,9 @@ const (
 	longestStep = 8192
 	// computedPart is the most of the pending prompts that is taken as computed before a first token proves it: what starts then is in the engine's line when its step ends.
 	computedPart = 0.6
+	// briefly is for how many seconds prompts may be computed in any case that start together. It is no multiple of a first token's time: what is learned of that has the wait for long
+	// prompts in it, and a budget that grows with it costs a tenth of the TTFT's P99.
+	briefly = topTTFT
 	// rescueAfter is how long after an engine has halted what has no token there yet is given back.
 	rescueAfter = 100 * time.Millisecond
 	// fresh is for how long a job that has started may be missing in what the engine says.
@@ -93,6 +96,7 @@ type Scheduler struct {
 	arrived uint64
 	credit  float64 // starts that the batch class has coming while higher ones wait
 	typical float64 // running mean of prompts in tokens
+	supply  supply
 	pulls   map[int]int
 }
 
@@ -458,7 +462,14 @@ func (s *Scheduler) oversized(t *Ticket) bool {
 
 // crowded tells whether a prompt would have to wait for others to be computed: in the line at the queue it waits as long, and every worker may take it there.
 func (s *Scheduler) crowded(now time.Time, prompt job.Tokens) bool {
-	return s.pending > 0 && s.ahead(now)+prompt > s.cfg.TokenBudget
+	return s.pending > 0 && float64(s.ahead(now)+prompt) > s.budget()
+}
+
+// budget is how many prompt tokens may be started and not yet computed: where an engine computes more than what is configured within a moment, as much as that, so that the way to it
+// bounds nothing.
+func (s *Scheduler) budget() float64 {
+	_, each := s.pace.line()
+	return max(float64(s.cfg.TokenBudget), briefly/each)
 }
 
 // peakFits checks the future: with the running and the new sequences sorted by what each has yet to generate, longest first, the cache is fullest when one of them ends. At the end of the i-th
@@ -518,6 +529,7 @@ func (s *Scheduler) generated(now time.Time, t *Ticket) job.Tokens {
 // Offer puts a job in hand.
 func (s *Scheduler) Offer(now time.Time, a Ask) *Ticket {
 	s.arrived++
+	s.supply.delivered(now)
 	t := &Ticket{Ask: a, number: s.arrived, offered: now, prompt: s.cost(&a), seqs: max(1, a.Cost.Answers)}
 	t.expects = s.lengths.quantile(&a, peakQuantile)
 	s.typical += (float64(t.prompt) - s.typical) / 32
@@ -854,11 +866,17 @@ func (s *Scheduler) Pull(now time.Time, class int) Wish {
 		_, each := s.pace.line()
 		wish.Batch = max(1, int(min(float64(room-others), (topTTFT-ttft)/(each*typical), maxBatch)))
 	}
+	if n := s.supply.onTheWay(now); n > wish.Batch {
+		wish.Batch = max(wish.Batch, min(n, room-others, maxBatch))
+	}
 	return wish
 }
 
 // Pulling counts a wish for a class that is acted on, until Pulled.
 func (s *Scheduler) Pulling(consumer, batch int) { s.pulls[consumer] = batch }
+
+// Took notes how long after a pull its first delivery came.
+func (s *Scheduler) Took(d time.Duration) { s.supply.took(d) }
 
 // Pulled notes that a consumer's pull has ended.
 func (s *Scheduler) Pulled(consumer int) { delete(s.pulls, consumer) }
@@ -873,9 +891,9 @@ func (s *Scheduler) room(now time.Time, typical float64) int {
 	free, _ := s.freeRank() // one rank at a time: the others' room is found by the next pull
 	room := max(min(free, s.free()), 0) / (typical + margin)
 	if s.pending > 0 {
-		room = min(room, float64(s.cfg.TokenBudget-s.ahead(now))/typical)
+		room = min(room, (s.budget()-float64(s.ahead(now)))/typical)
 	} else {
-		room = min(room, max(1, float64(s.cfg.TokenBudget)/typical))
+		room = min(room, max(1, s.budget()/typical))
 	}
 	if n := s.bound(); n > 0 {
 		room = min(room, float64(n-s.seqs))
