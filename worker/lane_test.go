@@ -74,7 +74,8 @@ func (e *env) overfull() (p *process, running, inHand *job.Job, release func()) 
 	e.running(running, 1)
 	inHand = e.submitTo(p, e.job(chat("in hand", ""), func(j *job.Job) { j.Cost.Prompt = 1800 }))
 	e.until("it is in hand", func() bool {
-		for range e.queue.Undelivered(e.Context(), queue.Work, model, queue.WorkerLane(p.ID())) {
+		for _, err := range e.queue.Undelivered(e.Context(), queue.Work, model, queue.WorkerLane(p.ID())) {
+			e.ok(err)
 			return false
 		}
 		return true

@@ -135,7 +135,7 @@ func (s *resumption) join(data []byte) ([]byte, error) {
 func (s *resumption) withoutRole(raw []byte) (choices []byte, empty bool, err error) {
 	var list []json.RawMessage
 	if len(raw) == 0 || json.Unmarshal(raw, &list) != nil || len(list) != 1 {
-		return nil, false, nil
+		return nil, false, nil //nolint:nilerr // what is no list of one tells no role
 	}
 	choice, err := job.ParseObject(list[0])
 	if err != nil {

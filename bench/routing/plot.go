@@ -65,8 +65,8 @@ func (r *Report) Plot(w io.Writer) error {
 		line(`<path d="M%d %.1fH%d" stroke="#ddd"/><text x="%d" y="%.1f" text-anchor="end">%g %%</text>`, plotLeft, y(share), plotRight, plotLeft-8, y(share)+4, math.Round(share*1e4)/100)
 	}
 	for decade := time.Microsecond; decade <= most; decade *= 10 {
-		for _, times := range []time.Duration{1, 2, 5} {
-			if d := times * decade; d >= least && d <= most {
+		for _, d := range []time.Duration{decade, 2 * decade, 5 * decade} {
+			if d >= least && d <= most {
 				line(`<path d="M%.1f %dV%d" stroke="#ddd"/><text x="%.1f" y="%d" text-anchor="middle">%s</text>`, x(d), plotTop, plotBottom, x(d), plotBottom+18, d)
 			}
 		}

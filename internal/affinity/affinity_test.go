@@ -109,10 +109,10 @@ func TestReplaceable(t *testing.T) {
 		want   []job.Worker
 	}{
 		"an owner with room stays, its cache is warm": {[]job.Worker{"a"}, pool(0, 0), nil},
-		"one that is gone":                            {[]job.Worker{"x"}, pool(0, 0), []job.Worker{"x"}},
-		"one that is still full":                      {[]job.Worker{"a"}, full(pool(0, 0), 1), []job.Worker{"a"}},
-		"all are full: nothing goes to and fro":       {[]job.Worker{"a"}, full(pool(0, 0), 2), nil},
-		"of several those":                            {[]job.Worker{"a", "x", "c"}, full(pool(0, 0, 0), 1), []job.Worker{"a", "x"}},
+		"one that is gone":                      {[]job.Worker{"x"}, pool(0, 0), []job.Worker{"x"}},
+		"one that is still full":                {[]job.Worker{"a"}, full(pool(0, 0), 1), []job.Worker{"a"}},
+		"all are full: nothing goes to and fro": {[]job.Worker{"a"}, full(pool(0, 0), 2), nil},
+		"of several those":                      {[]job.Worker{"a", "x", "c"}, full(pool(0, 0, 0), 1), []job.Worker{"a", "x"}},
 	} {
 		if d := cmp.Diff(c.want, affinity.Replaceable("b", c.owners, c.all)); d != "" {
 			t.Errorf("%s (-want +got):\n%s", name, d)

@@ -43,7 +43,9 @@ func positive(raw json.RawMessage) int64 {
 const mostExpected = 1 << 32
 
 // Longest is how long a sequence the request may make, in tokens: an engine refuses what is over its context. Without a limit on the answer it is the prompt alone, for the answer then ends where the context does.
-func (c Cost) Longest() Tokens { return min(max(0, c.Prompt), mostExpected) + min(max(0, c.Output), mostExpected) }
+func (c Cost) Longest() Tokens {
+	return min(max(0, c.Prompt), mostExpected) + min(max(0, c.Output), mostExpected)
+}
 
 // Expected is how many tokens the job is expected to need in all: its prompt, and as many answers as it asks for, each of the length that it allows. It is an estimate to compare and to add up, not a
 // bound: whoever needs times divides by rates that are measured in the same estimates.

@@ -61,7 +61,7 @@ func newPool(t *testing.T, workers int) *pool {
 				err = json.Unmarshal(answer.body, &list)
 			}
 			if err != nil || len(list.Data) != workers {
-				return fmt.Errorf("it knows %d: %v", len(list.Data), err)
+				return fmt.Errorf("it knows %d: %w", len(list.Data), err)
 			}
 			return nil
 		})

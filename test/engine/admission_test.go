@@ -70,7 +70,7 @@ func TestEngineGetsNoMoreThanItRunsAtOnce(t *testing.T) {
 						stream := p.openai.Chat.Completions.NewStreaming(t.Context(), openai.ChatCompletionNewParams{
 							Model: string(p.model), MaxTokens: openai.Int(12), Messages: []openai.ChatCompletionMessageParamUnion{openai.UserMessage("Why?")},
 						})
-						for stream.Next() { //nolint:revive // only the end counts
+						for stream.Next() {
 						}
 						if err := stream.Err(); err != nil {
 							t.Errorf("a stream: %v", err)

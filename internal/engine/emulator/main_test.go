@@ -15,7 +15,7 @@ import (
 
 func TestMain(m *testing.M) {
 	if os.Getenv(asProcess) != "" {
-		fmt.Fprintln(os.Stderr, serveAsProcess()) //nolint:errcheck // it is killed long before
+		fmt.Fprintln(os.Stderr, serveAsProcess())
 		os.Exit(1)
 	}
 	goleak.VerifyTestMain(m)
@@ -33,6 +33,8 @@ func serveAsProcess() error {
 	if err != nil {
 		return err
 	}
-	fmt.Println(l.Addr())
+	if _, err := fmt.Fprintln(os.Stdout, l.Addr()); err != nil { // who started this process waits for it
+		return err
+	}
 	return e.Serve(context.Background(), l)
 }

@@ -83,7 +83,7 @@ func sessionsRaced(e *env) {
 			var err error
 			own, err = results.Open(e.ctx, results.Config{URL: e.url, Prefix: e.prefix}, slog.New(slog.DiscardHandler))
 			e.ok(err)
-			defer own.Close() //nolint:errcheck // nothing was buffered
+			defer own.Close()
 		}
 		running.Go(func() {
 			owners, err := own.Bind(e.ctx, session("s", job.Worker(fmt.Sprint("w", i)), "dead"))
