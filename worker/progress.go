@@ -158,7 +158,7 @@ func (w *Worker) try(ctx context.Context) *try {
 func (t *try) end() {
 	if t != nil {
 		t.stop()
-		_ = <-t.answer // nobody asks any more
+		<-t.answer //nolint:errcheck // nobody asks any more
 	}
 }
 
