@@ -89,5 +89,5 @@ engine-test: ## Run against a real engine: make engine-test ENGINE_URL=http://12
 	ENGINE_URL=$(ENGINE_URL) $(GO) test -tags=engine -count=1 -timeout=10m -v ./test/engine
 
 .PHONY: soak
-soak: test-deps ## Run the end-to-end tests over and over: make soak N=100
-	$(GO) test -count=$(N) -failfast -timeout=0 $(TESTFLAGS) ./test/...
+soak: test-deps ## Run the end-to-end tests over and over, and those that take long: make soak N=100
+	$(GO) test -tags=soak -count=$(N) -failfast -timeout=0 $(TESTFLAGS) ./test/...

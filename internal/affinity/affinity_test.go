@@ -108,7 +108,7 @@ func TestReplaceable(t *testing.T) {
 		all    []affinity.Worker
 		want   []job.Worker
 	}{
-		"an owner with room stays, its cache is warm": {[]job.Worker{"a"}, pool(0, 0), nil},
+		"an owner with room stays, it is warm":  {[]job.Worker{"a"}, pool(0, 0), nil},
 		"one that is gone":                      {[]job.Worker{"x"}, pool(0, 0), []job.Worker{"x"}},
 		"one that is still full":                {[]job.Worker{"a"}, full(pool(0, 0), 1), []job.Worker{"a"}},
 		"all are full: nothing goes to and fro": {[]job.Worker{"a"}, full(pool(0, 0), 2), nil},

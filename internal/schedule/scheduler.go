@@ -33,6 +33,9 @@ const (
 	briefly = topTTFT
 	// rescueAfter is how long after an engine has halted what has no token there yet is given back.
 	rescueAfter = 100 * time.Millisecond
+	// overdue is how old a reading is when the engine must have failed to answer, blindHalt the silence of an engine without counters that proves a halt.
+	overdue   = 400 * time.Millisecond
+	blindHalt = time.Second
 	// fresh is for how long a job that has started may be missing in what the engine says.
 	fresh = 500 * time.Millisecond
 	// preemptAfter is how long an interactive job is in hand before batch work is given back for it: room that comes by itself is cheaper.
@@ -607,6 +610,8 @@ func (s *Scheduler) next(now time.Time) (next time.Time) {
 	if at := s.quietAt(); !at.IsZero() && (len(s.hand) > 0 || s.pending > 0) {
 		sooner(at)
 		sooner(at.Add(rescueAfter))
+		sooner(s.readAt.Add(overdue + time.Millisecond))
+		sooner(s.alive.Add(blindHalt + time.Millisecond))
 	}
 	if len(s.hand) == 0 {
 		return next
@@ -712,7 +717,7 @@ func (s *Scheduler) Return(now time.Time) (back []*Ticket) {
 // holds its room until its End.
 func (s *Scheduler) Rescue(now time.Time) (named []*Ticket) {
 	at := s.quietAt()
-	if at.IsZero() || now.Before(at.Add(rescueAfter)) || !s.seesTokens() {
+	if at.IsZero() || now.Before(at.Add(rescueAfter)) || !s.halted(now) {
 		return nil
 	}
 	for _, t := range s.running {
@@ -722,6 +727,18 @@ func (s *Scheduler) Rescue(now time.Time) (named []*Ticket) {
 		}
 	}
 	return named
+}
+
+// halted tells whether silence is proof enough to take work away, which is dearer than to bring none: sequences that had given tokens give none, and the engine's own counters stand still or cannot be
+// read. A first token alone may be late for many reasons.
+func (s *Scheduler) halted(now time.Time) bool {
+	if !slices.ContainsFunc(s.running, func(t *Ticket) bool { return !t.pending && t.Ask.Streams }) {
+		return false
+	}
+	if tells(s.last) {
+		return s.readAt.After(s.alive) || now.Sub(s.readAt) > overdue
+	}
+	return now.Sub(s.alive) > blindHalt
 }
 
 // --- what runs ---

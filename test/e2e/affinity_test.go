@@ -116,14 +116,21 @@ func (p *pool) turn(k *talk, headers ...string) error {
 	return nil
 }
 
-// round has each talk take so many turns, one after the other, all talks at once. headers are those of a talk.
+// atATime is how many talks have a turn under way: people think between two turns.
+const atATime = 12
+
+// round has each talk take so many turns, one after the other, the talks side by side. headers are those of a talk.
 func (p *pool) round(talks []*talk, turns int, headers func(*talk) []string) {
 	p.t.Helper()
 	var wg sync.WaitGroup
+	places := make(chan struct{}, atATime)
 	for _, k := range talks {
 		wg.Go(func() {
 			for range turns {
-				if err := p.turn(k, headers(k)...); err != nil {
+				places <- struct{}{}
+				err := p.turn(k, headers(k)...)
+				<-places
+				if err != nil {
 					p.t.Error(err)
 					return
 				}

@@ -2,8 +2,10 @@ package emulator_test
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"net/http"
 	"os"
 	"os/exec"
@@ -50,6 +52,10 @@ func TestAProcessThatWasStoppedDropsTheCallsOfClientsThatLeft(t *testing.T) {
 	if err := cmd.Process.Signal(syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
+	waitFor(t, "the process to stand still", func() bool {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", cmd.Process.Pid))
+		return err == nil && bytes.Contains(stat, []byte(") T "))
+	})
 	leave()
 	for range 3 {
 		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
