@@ -93,7 +93,7 @@ func TestTimesToldComeTrue(t *testing.T) {
 		if x.position < 1 || x.position > n+1 {
 			t.Errorf("position %d", x.position)
 		}
-		if i > 0 && x.position > all[i-1].position+8 { // what workers have is known to the second
+		if i > 0 && x.position > all[i-1].position+n/5 { // what workers have is known to the second
 			t.Errorf("from position %d to %d", all[i-1].position, x.position)
 		}
 		rest := started.Sub(x.at)
