@@ -234,11 +234,11 @@ func TestSessionsStayWhereTheirCacheIs(t *testing.T) {
 	p.do("FLUSHALL")
 	p.round(talks, 1, header)
 	before, _ = p.hits()
-	p.round(talks, 1, header)
+	p.round(talks, 5, header) // of one turn alone a few that spill would be a tenth
 	after, _ = p.hits()
 	best = sum(ideal(t, talks, turns+4))
 	if got := after - before; float64(got) < warmShare*float64(best) {
-		t.Errorf("one turn after the store was wiped the caches had %d prompt tokens of %d", got, best)
+		t.Errorf("from the second turn on after the store was wiped the caches had %d prompt tokens of %d", got, best)
 	}
 }
 
