@@ -17,6 +17,7 @@ var Edges = map[string][]string{
 	"internal/engine":          {"internal/job"},
 	"internal/gpu":             {},
 	"internal/engine/emulator": {"internal/job"},
+	"internal/ledger":          {"internal/job", "migrations"},
 	"internal/queue":           {"internal/job"},
 	"internal/relay":           {"internal/job"},
 	"internal/results":         {"internal/job"},
@@ -24,7 +25,13 @@ var Edges = map[string][]string{
 	// The client's side of the HTTP API.
 	"internal/client": {"internal/job"},
 
+	// The schema.
+	"migrations": {},
+
 	// What several roles do alike.
+	"internal/batch":     {"internal/job"},
+	"internal/fairshare": {"internal/job"},
+	"internal/responses": {"internal/job"},
 	"internal/affinity":  {"internal/cluster", "internal/job"},
 	"internal/schedule":  {"internal/job"},
 	"internal/admission": {"internal/job"},
@@ -32,13 +39,13 @@ var Edges = map[string][]string{
 
 	// Roles.
 	"api": {
-		"internal/admission", "internal/affinity", "internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/settle",
+		"internal/admission", "internal/affinity", "internal/batch", "internal/blob", "internal/cluster", "internal/job", "internal/ledger", "internal/queue", "internal/relay", "internal/responses", "internal/results", "internal/settle",
 	},
 	"dispatcher": {
-		"internal/blob", "internal/cluster", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/settle",
+		"internal/batch", "internal/blob", "internal/cluster", "internal/fairshare", "internal/job", "internal/ledger", "internal/queue", "internal/relay", "internal/results", "internal/settle",
 	},
 	"worker": {
-		"internal/affinity", "internal/blob", "internal/cluster", "internal/engine", "internal/gpu", "internal/job", "internal/queue", "internal/relay", "internal/results", "internal/schedule", "internal/settle",
+		"internal/affinity", "internal/blob", "internal/cluster", "internal/engine", "internal/gpu", "internal/job", "internal/queue", "internal/relay", "internal/responses", "internal/results", "internal/schedule", "internal/settle",
 	},
 
 	// For main alone.
@@ -48,6 +55,7 @@ var Edges = map[string][]string{
 	// Whoever puts the parts together.
 	"cmd/millrace":      {Everything},
 	"bench":             {Everything},
+	"bench/batch":       {Everything},
 	"bench/routing":     {Everything},
 	"internal/platform": {Everything},
 
@@ -59,7 +67,7 @@ var Edges = map[string][]string{
 	"internal/archtest":                     {},
 	"internal/engine/emulator/emulatortest": {"internal/engine/emulator"},
 	"internal/results/resultstest":          {"internal/job", "internal/results"},
-	"internal/testenv":                      {"internal/embedded"},
+	"internal/testenv":                      {"internal/embedded", "internal/ledger"},
 }
 
 // TestEdges lists what the tests of a package, or of all below a folder that ends in "/...", may import beyond its Edges.
@@ -76,7 +84,7 @@ const Everything = "*"
 // longest that fits counts.
 var Reserved = map[string]Reservation{
 	"github.com/redis/go-redis":                                          {Importers: []string{"internal/results", "internal/results/resultstest"}},
-	"github.com/nats-io/nats.go/jetstream":                               {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "bench"}},
+	"github.com/nats-io/nats.go/jetstream":                               {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "bench"}, Tests: true},
 	"github.com/synadia-io/orbit.go":                                     {Importers: []string{"internal/queue"}},
 	"github.com/nats-io/nats.go":                                         {Importers: []string{"internal/queue", "internal/cluster", "internal/blob", "internal/relay", "internal/embedded", "internal/testenv", "internal/platform", "cmd/millrace", "bench"}, Tests: true},
 	"github.com/nats-io/nats-server":                                     {Importers: []string{"internal/embedded"}, Tests: true},
@@ -86,7 +94,13 @@ var Reserved = map[string]Reservation{
 	"github.com/NVIDIA/go-nvml":                                          {Importers: []string{"internal/gpu"}},
 	"github.com/vbauerster/mpb":                                          {Importers: []string{"cmd/millrace"}},
 	"github.com/openai/openai-go":                                        {Importers: []string{"examples/openai-go"}, Tests: true},
-	"database/sql":                                                       {},
+	"database/sql":                                                       {Importers: []string{"internal/ledger"}},
+	"github.com/jackc/pgx":                                               {Importers: []string{"internal/ledger"}},
+	"modernc.org/sqlite":                                                 {Importers: []string{"internal/ledger"}},
+	"github.com/pressly/goose":                                           {Importers: []string{"internal/ledger"}},
+	"github.com/go-redis/redis_rate":                                     {Importers: []string{"internal/results"}},
+	"github.com/minio/minio-go":                                          {Importers: []string{"internal/blob"}},
+	"github.com/johannesboyne/gofakes3":                                  {Importers: []string{"internal/blob"}},
 	"github.com/millrace/millrace/internal/config":                       {Importers: []string{"cmd/millrace"}},
 	"github.com/millrace/millrace/internal/telemetry":                    {Importers: []string{"cmd/millrace", "bench"}},
 	"github.com/millrace/millrace/internal/platform":                     {Importers: []string{"cmd/millrace", "bench", "bench/routing"}, Tests: true},

@@ -1,8 +1,11 @@
 package job
 
-import "encoding/json"
+import (
+	"encoding/json"
+	"strings"
+)
 
-// AnswerText is the generated text of a whole answer's first choice, "" if it has none: what a reader of events has seen once it has seen them all.
+// AnswerText is the generated text of a whole answer's first choice, or of a response's messages, "" if it has none: what a reader of events has seen once it has seen them all.
 func AnswerText(body []byte) string {
 	var answer struct {
 		Choices []struct {
@@ -12,6 +15,13 @@ func AnswerText(body []byte) string {
 				Content *string `json:"content"`
 			} `json:"message"`
 		} `json:"choices"`
+		Output []struct {
+			Type    string `json:"type"`
+			Content []struct {
+				Type string `json:"type"`
+				Text string `json:"text"`
+			} `json:"content"`
+		} `json:"output"`
 	}
 	if json.Unmarshal(body, &answer) != nil {
 		return ""
@@ -25,5 +35,16 @@ func AnswerText(body []byte) string {
 			return *c.Message.Content
 		}
 	}
-	return ""
+	var text strings.Builder
+	for _, o := range answer.Output {
+		if o.Type != "message" {
+			continue
+		}
+		for _, c := range o.Content {
+			if c.Type == "output_text" {
+				text.WriteString(c.Text)
+			}
+		}
+	}
+	return text.String()
 }

@@ -213,12 +213,16 @@ func SkipSpace(raw []byte, i int) int {
 
 // SkipString returns the index behind the string that begins at i.
 func SkipString(raw []byte, i int) int {
-	for i++; raw[i] != '"'; i++ {
-		if raw[i] == '\\' {
-			i++
+	for i++; ; i++ {
+		i += bytes.IndexByte(raw[i:], '"')
+		escapes := 0 // a quote behind an odd number of them is a part of the string
+		for raw[i-1-escapes] == '\\' {
+			escapes++
+		}
+		if escapes%2 == 0 {
+			return i + 1
 		}
 	}
-	return i + 1
 }
 
 // SkipValue returns the index behind the value that begins at i.

@@ -42,6 +42,39 @@ const (
 	CodeExpired              Code = "job_expired"
 	CodeCancelled            Code = "job_cancelled"
 	CodeClientGone           Code = "client_disconnected"
+
+	// Of batches and files.
+	CodeInvalidJSONLine      Code = "invalid_json_line"
+	CodeDuplicateCustomID    Code = "duplicate_custom_id"
+	CodeInvalidURL           Code = "invalid_url"
+	CodeInvalidMethod        Code = "invalid_method"
+	CodeStreamingUnsupported Code = "streaming_unsupported"
+	CodeInvalidRequest       Code = "invalid_request"
+	CodeInvalidEncoding      Code = "invalid_encoding"
+	CodeTooManyTasks         Code = "too_many_tasks"
+	CodeEmptyFile            Code = "empty_file"
+	CodeTokenLimit           Code = "token_limit_exceeded"
+	CodeBatchExpired         Code = "batch_expired"
+	CodeBatchCancelled       Code = "batch_cancelled"
+	CodeBatchNotFound        Code = "batch_not_found"
+	CodeBatchEnded           Code = "batch_already_ended"
+	CodeBatchNotEnded        Code = "batch_not_ended"
+	CodeFileNotFound         Code = "file_not_found"
+	CodeFileInUse            Code = "file_in_use"
+	CodeResponseNotFound     Code = "response_not_found"
+
+	// Of keys and their limits.
+	CodePermissionDenied  Code = "permission_denied"
+	CodeTenantNotFound    Code = "tenant_not_found"
+	CodeTenantExists      Code = "tenant_already_exists"
+	CodeTenantInUse       Code = "tenant_in_use"
+	CodeKeyNotFound       Code = "key_not_found"
+	CodeKeyClosed         Code = "key_revoked_or_expired"
+	CodeRequestsPerMinute Code = "requests_per_minute_limit"
+	CodeTokensPerMinute   Code = "tokens_per_minute_limit"
+	CodeRunning           Code = "running_limit"
+	CodeRunningTokens     Code = "running_tokens_limit"
+	CodeFileBytes         Code = "file_bytes_limit"
 )
 
 // The types of errors, as the OpenAI API names them.
@@ -73,4 +106,13 @@ func (e *Error) CodeOf() Code {
 		return ""
 	}
 	return *e.Code
+}
+
+// LineError is what is wrong with one line of a batch's file, or, without a line, with all of it. Its JSON is what clients see.
+type LineError struct {
+	Code    Code    `json:"code"`
+	Message string  `json:"message"`
+	Param   *string `json:"param"`
+	// Line is physical and counts from 1.
+	Line *int64 `json:"line"`
 }

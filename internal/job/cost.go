@@ -3,6 +3,7 @@ package job
 import (
 	"encoding/json"
 	"math"
+	"strconv"
 )
 
 // BytesPerToken is the first guess at how many bytes of a request one prompt token stands for, before an engine's usage teaches a better one.
@@ -19,8 +20,10 @@ const MaxBytesPerToken = 16
 func EstimateCost(o *Object, size int64) Cost {
 	c := Cost{Prompt: Tokens((size + BytesPerToken - 1) / BytesPerToken), Answers: 1}
 	c.Output = Tokens(positive(o.Get("max_completion_tokens")))
-	if c.Output == 0 {
-		c.Output = Tokens(positive(o.Get("max_tokens")))
+	for _, name := range []string{"max_tokens", "max_output_tokens"} { // the latter is the Responses API's
+		if c.Output == 0 {
+			c.Output = Tokens(positive(o.Get(name)))
+		}
 	}
 	if n := positive(o.Get("n")); n > 1 {
 		c.Answers = int(min(n, math.MaxInt32))
@@ -32,8 +35,11 @@ func EstimateCost(o *Object, size int64) Cost {
 func LeastPrompt(size int64) Tokens { return Tokens(size / MaxBytesPerToken) }
 
 func positive(raw json.RawMessage) int64 {
-	var n int64
-	if raw == nil || json.Unmarshal(raw, &n) != nil || n < 0 {
+	if len(raw) == 0 {
+		return 0
+	}
+	n, err := strconv.ParseInt(string(raw), 10, 64) // of JSON texts it takes the whole numbers that fit
+	if err != nil || n < 0 {
 		return 0
 	}
 	return n

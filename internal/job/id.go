@@ -2,6 +2,7 @@ package job
 
 import (
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/base32"
 	"fmt"
 	"strings"
@@ -35,6 +36,18 @@ func newID(prefix string, now time.Time) string {
 	}
 	_, _ = rand.Read(raw[6:]) // never fails: it aborts the program instead
 	return prefix + idEncoding.EncodeToString(raw[:])
+}
+
+// LineID is the id of the job that is line n of a batch: always the same, so that a line that is queued again is known to be the same job. Its time is the batch's.
+func LineID(batch string, n int64) ID {
+	_, name, _ := strings.Cut(batch, "_")
+	raw, err := idEncoding.DecodeString(name)
+	if err != nil || len(raw) != idRawBytes { // not a batch of ours: it has no time
+		raw = make([]byte, idRawBytes)
+	}
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s/%d", batch, n))
+	copy(raw[6:], sum[:])
+	return ID(idPrefix + idEncoding.EncodeToString(raw))
 }
 
 // ParseID checks that s has an id's form. It says nothing about whether such a job exists.

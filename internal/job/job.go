@@ -88,17 +88,18 @@ const (
 	ChatCompletions Endpoint = "/v1/chat/completions"
 	Completions     Endpoint = "/v1/completions"
 	Embeddings      Endpoint = "/v1/embeddings"
+	Responses       Endpoint = "/v1/responses"
 )
 
 // Endpoints lists the supported endpoints.
-func Endpoints() []Endpoint { return []Endpoint{ChatCompletions, Completions, Embeddings} }
+func Endpoints() []Endpoint { return []Endpoint{ChatCompletions, Completions, Embeddings, Responses} }
 
 // ParseEndpoint reads an endpoint; the error names the supported ones.
 func ParseEndpoint(s string) (Endpoint, error) {
 	if e := Endpoint(s); slices.Contains(Endpoints(), e) {
 		return e, nil
 	}
-	names := make([]string, 0, 3)
+	names := make([]string, 0, 4)
 	for _, e := range Endpoints() {
 		names = append(names, string(e))
 	}
@@ -106,7 +107,7 @@ func ParseEndpoint(s string) (Endpoint, error) {
 }
 
 // Generates tells whether the endpoint produces tokens one after the other, and so can be streamed.
-func (e Endpoint) Generates() bool { return e == ChatCompletions || e == Completions }
+func (e Endpoint) Generates() bool { return e == ChatCompletions || e == Completions || e == Responses }
 
 // Job is what was asked, fixed when it was accepted. It travels with the body but does not hold it. Its JSON outlives deploys: it stands in
 // stream messages, outcome records and Redis, so fields are only ever added.
@@ -139,7 +140,15 @@ type Job struct {
 	Blob     string `json:"blob,omitempty"`
 	// API holds the connection that the answer goes to; "" for a durable job.
 	API API `json:"api,omitempty"`
+	// APIKey is the id of the key that asked for it, for accounts; "" where none is configured. It is no secret.
+	APIKey string `json:"api_key,omitempty"`
+	// Line is the physical line, from 1, of its batch's input file, CustomID the client's name for it. Set where Group is a batch.
+	Line     int64  `json:"line,omitempty"`
+	CustomID string `json:"custom_id,omitempty"`
 }
+
+// InBatch tells whether the job is a line of a batch.
+func (j *Job) InBatch() bool { return j.Group != NoGroup && j.Group != "" }
 
 // Live tells whether the job is answered on its submitting connection.
 func (j *Job) Live() bool { return j.API != "" }

@@ -117,6 +117,7 @@ func TestAnswerText(t *testing.T) {
 		`{"choices":[{"index":0,"message":{"role":"assistant","content":"hi"}}]}`: "hi",
 		`{"choices":[{"index":1,"text":"no"},{"index":0,"text":"yes"}]}`:          "yes",
 		`{"choices":[{"index":0,"message":{"content":null,"tool_calls":[]}}]}`:    "",
+		`{"object":"response","output":[{"type":"reasoning","content":[{"type":"reasoning_text","text":"no"}]},{"type":"message","content":[{"type":"output_text","text":"he"},{"type":"output_text","text":"y"}]}]}`: "hey",
 		`{"data":[]}`: "",
 		`<html>`:      "",
 	} {
