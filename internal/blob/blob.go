@@ -1,16 +1,18 @@
-// Package blob keeps large bytes by name: request bodies and answers that do not fit a message.
+// Package blob keeps large bytes by name: files, and request bodies and answers that do not fit a message. They are in the JetStream Object Store, in a folder, or in S3.
 //
 // An object is visible only once all of it is durable, and its bytes are checked against a SHA-256 digest when they are read: a reader gets the whole
 // object or an error, never less with success. Names are meant to be used once: of two Puts of one name at a time either may stay, whole.
 package blob
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
 	"hash"
 	"io"
+	"time"
 )
 
 // Errors that callers branch on.
@@ -29,10 +31,23 @@ type Store interface {
 	Put(ctx context.Context, name string, r io.Reader) (int64, error)
 	// Get streams an object. A digest that does not match is ErrCorrupt at the last Read, in place of io.EOF.
 	Get(ctx context.Context, name string) (io.ReadCloser, error)
+	// OpenAt opens an object to read parts of it, in any order, by several at a time. ctx bounds all the reading. The parts are not compared with the object's digest: whoever must be sure of all its bytes
+	// reads it once with Get before. What is found to be missing or cut is ErrCorrupt.
+	OpenAt(ctx context.Context, name string) (At, error)
 	// Delete removes an object; one that is not there is no error.
 	Delete(ctx context.Context, name string) error
 	// List calls fn with the name and modification time of every object.
 	List(ctx context.Context, fn func(Info) error) error
+	// Tidy removes the parts of objects that crashed writers began before that time and never made visible: they take space, and List does not show them.
+	Tidy(ctx context.Context, before time.Time) error
+}
+
+// At reads parts of one object. It holds little memory, so that it may stay open for long.
+type At interface {
+	// ReadAt is as in io.ReaderAt: fewer bytes than asked come with an error, which is io.EOF at the object's end.
+	io.ReaderAt
+	Size() int64
+	io.Closer
 }
 
 // Info of one object.
@@ -58,23 +73,42 @@ type verifier struct {
 	r      io.Reader
 	sum    hash.Hash
 	left   int64
-	digest [sha256.Size]byte
+	digest func() ([]byte, error) // called once, at the end
+	end    error                  // what every Read after the end returns
 }
 
-func newVerifier(name string, r io.Reader, size int64, digest []byte) *verifier {
-	v := &verifier{name: name, r: r, sum: sha256.New(), left: size}
-	copy(v.digest[:], digest)
-	return v
+func newVerifier(name string, r io.Reader, size int64, digest func() ([]byte, error)) *verifier {
+	return &verifier{name: name, r: r, sum: sha256.New(), left: size, digest: digest}
 }
 
 func (v *verifier) Read(p []byte) (int, error) {
+	if v.end != nil {
+		return 0, v.end
+	}
 	n, err := v.r.Read(p)
 	v.sum.Write(p[:n])
 	v.left -= int64(n)
 	if errors.Is(err, io.EOF) || v.left < 0 {
-		if v.left != 0 || [sha256.Size]byte(v.sum.Sum(nil)) != v.digest {
-			return n, fmt.Errorf("reading object %s: %w", v.name, ErrCorrupt)
+		err = v.check()
+	}
+	v.end = err
+	return n, err
+}
+
+func (v *verifier) check() error {
+	if v.left == 0 {
+		digest, err := v.digest()
+		if err != nil {
+			return err
+		}
+		if bytes.Equal(digest, v.sum.Sum(nil)) {
+			return io.EOF
 		}
 	}
-	return n, err
+	return fmt.Errorf("reading object %s: %w", v.name, ErrCorrupt)
+}
+
+// known is the digest of an object that is known before it is read.
+func known(digest []byte) func() ([]byte, error) {
+	return func() ([]byte, error) { return digest, nil }
 }

@@ -20,7 +20,7 @@ const (
 	suffix = ".blob"
 	// partDir holds what is being written.
 	partDir = "part"
-	// partAge is how old a left-over of a crashed writer is when it is swept: far more than any upload takes.
+	// partAge is how old a left-over of a crashed writer is when it is removed: far more than any upload takes.
 	partAge = 24 * time.Hour
 )
 
@@ -32,16 +32,25 @@ func OpenDir(dir string) (Store, error) {
 	if err := os.MkdirAll(parts, 0o700); err != nil {
 		return nil, fmt.Errorf("opening the object folder: %w", err)
 	}
-	old, err := os.ReadDir(parts)
-	if err != nil {
+	s := &dirStore{dir}
+	if err := s.Tidy(context.Background(), time.Now().Add(-partAge)); err != nil { // which waits for nothing
 		return nil, fmt.Errorf("opening the object folder: %w", err)
 	}
+	return s, nil
+}
+
+func (s *dirStore) Tidy(_ context.Context, before time.Time) error {
+	parts := filepath.Join(s.dir, partDir)
+	old, err := os.ReadDir(parts)
+	if err != nil {
+		return fmt.Errorf("looking for parts of objects: %w", unavailable(err))
+	}
 	for _, e := range old {
-		if info, err := e.Info(); err == nil && time.Since(info.ModTime()) > partAge {
-			_ = os.Remove(filepath.Join(parts, e.Name())) // the next opening tries again
+		if info, err := e.Info(); err == nil && info.ModTime().Before(before) {
+			_ = os.Remove(filepath.Join(parts, e.Name())) // the next look tries again
 		}
 	}
-	return &dirStore{dir}, nil
+	return nil
 }
 
 // path of an object. Escaping leaves no separator, and the suffix makes "." and ".." plain names.
@@ -138,29 +147,37 @@ func (s *dirStore) syncDir() error {
 	return nil
 }
 
-func (s *dirStore) Get(ctx context.Context, name string) (io.ReadCloser, error) {
+// open opens an object's file, and tells the size of the object in it.
+func (s *dirStore) open(name string) (*os.File, int64, error) {
 	path, err := s.path(name)
 	if err != nil {
-		return nil, fmt.Errorf("reading an object: %w", err)
+		return nil, 0, fmt.Errorf("reading an object: %w", err)
 	}
 	f, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("reading object %s: %w", name, ErrNotFound)
+		return nil, 0, fmt.Errorf("reading object %s: %w", name, ErrNotFound)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("reading object %s: %w", name, unavailable(err))
+		return nil, 0, fmt.Errorf("reading object %s: %w", name, unavailable(err))
 	}
 	info, err := f.Stat()
+	if err == nil && info.Size() >= sha256.Size {
+		return f, info.Size() - sha256.Size, nil
+	}
+	_ = f.Close()
 	if err != nil {
-		_ = f.Close()
-		return nil, fmt.Errorf("reading object %s: %w", name, unavailable(err))
+		return nil, 0, fmt.Errorf("reading object %s: %w", name, unavailable(err))
 	}
-	size := info.Size() - sha256.Size
+	return nil, 0, fmt.Errorf("reading object %s: %w", name, ErrCorrupt)
+}
+
+func (s *dirStore) Get(ctx context.Context, name string) (io.ReadCloser, error) {
+	f, size, err := s.open(name)
+	if err != nil {
+		return nil, err
+	}
 	digest := make([]byte, sha256.Size)
-	if size >= 0 {
-		_, err = f.ReadAt(digest, size)
-	}
-	if size < 0 || err != nil {
+	if _, err = f.ReadAt(digest, size); err != nil {
 		_ = f.Close()
 		return nil, fmt.Errorf("reading object %s: %w", name, ErrCorrupt)
 	}
@@ -168,8 +185,44 @@ func (s *dirStore) Get(ctx context.Context, name string) (io.ReadCloser, error) 
 	return struct {
 		io.Reader
 		io.Closer
-	}{newVerifier(name, content, size, digest), f}, nil
+	}{newVerifier(name, content, size, known(digest)), f}, nil
 }
+
+func (s *dirStore) OpenAt(ctx context.Context, name string) (At, error) {
+	f, size, err := s.open(name)
+	if err != nil {
+		return nil, err
+	}
+	return &dirAt{SectionReader: io.NewSectionReader(f, 0, size), ctx: ctx, name: name, f: f}, nil
+}
+
+// dirAt reads the part of a file that is the object.
+type dirAt struct {
+	*io.SectionReader
+	ctx  context.Context // of the OpenAt
+	name string
+	f    *os.File
+}
+
+func (a *dirAt) ReadAt(p []byte, off int64) (int, error) {
+	if err := a.ctx.Err(); err != nil {
+		return 0, err
+	}
+	if off < 0 {
+		return 0, beforeStart(a.name, off)
+	}
+	n, err := a.SectionReader.ReadAt(p, off)
+	switch {
+	case err == nil, errors.Is(err, io.EOF) && off+int64(n) >= a.Size():
+		return n, err
+	case errors.Is(err, io.EOF): // somebody has cut the file since
+		return n, fmt.Errorf("reading object %s: %w", a.name, ErrCorrupt)
+	default:
+		return n, fmt.Errorf("reading object %s: %w", a.name, unavailable(err))
+	}
+}
+
+func (a *dirAt) Close() error { return a.f.Close() }
 
 func (s *dirStore) Delete(_ context.Context, name string) error {
 	path, err := s.path(name)

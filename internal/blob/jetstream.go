@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/base64"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -25,6 +26,8 @@ const (
 	digestPrefix = "SHA-256="
 	// chunkSize is what one message holds: each costs the server a sync, and a server's default limit is four times that.
 	chunkSize = 256 << 10
+	// seqsKey is the field of an object's metadata that holds the sequences of its chunks, for whoever reads parts of it. Objects that other tools have written have none.
+	seqsKey = "millrace-chunks"
 	// callTimeout bounds each request, not the whole object.
 	callTimeout = 5 * time.Second
 )
@@ -77,7 +80,8 @@ func (s *objectStore) put(ctx context.Context, info *jetstream.ObjectInfo, r io.
 	}
 	sum := sha256.New()
 	chunk := make([]byte, chunkSize)
-	for last := false; !last; {
+	var seqs []byte // those of the chunks, as written by binary.AppendUvarint: each less the one before
+	for last, seq := false, uint64(0); !last; {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
@@ -91,19 +95,23 @@ func (s *objectStore) put(ctx context.Context, info *jetstream.ObjectInfo, r io.
 		}
 		sum.Write(chunk[:n])
 		// One after the other: that they stand in order is what makes them the object.
-		if err := s.publish(ctx, &nats.Msg{Subject: chunkPrefix + info.NUID, Data: chunk[:n]}); err != nil {
+		at, err := s.publish(ctx, &nats.Msg{Subject: chunkPrefix + info.NUID, Data: chunk[:n]})
+		if err != nil {
 			return err
 		}
+		seqs = binary.AppendUvarint(seqs, at-seq)
+		seq = at
 		info.Size += uint64(n)
 		info.Chunks++
 	}
 	info.Digest = digestPrefix + base64.URLEncoding.EncodeToString(sum.Sum(nil))
+	info.Metadata = map[string]string{seqsKey: base64.StdEncoding.EncodeToString(seqs)}
 	text, err := json.Marshal(info)
 	if err != nil {
 		return err
 	}
 	// With this message the object becomes visible, whole.
-	err = s.publish(ctx, &nats.Msg{Subject: metaSubject(info.Name), Header: nats.Header{jetstream.MsgRollup: {jetstream.MsgRollupSubject}}, Data: text})
+	_, err = s.publish(ctx, &nats.Msg{Subject: metaSubject(info.Name), Header: nats.Header{jetstream.MsgRollup: {jetstream.MsgRollupSubject}}, Data: text})
 	if err != nil {
 		return err
 	}
@@ -113,7 +121,7 @@ func (s *objectStore) put(ctx context.Context, info *jetstream.ObjectInfo, r io.
 	return nil
 }
 
-// undo takes away what a Put that failed has left. Where the store does not answer, chunks may remain, which no reader sees.
+// undo takes away what a Put that failed has left. Where the store does not answer, chunks may remain, which no reader sees: see Tidy.
 func (s *objectStore) undo(ctx context.Context, info *jetstream.ObjectInfo) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), callTimeout) // the caller's end is a reason to clean up
 	defer cancel()
@@ -125,14 +133,19 @@ func (s *objectStore) undo(ctx context.Context, info *jetstream.ObjectInfo) {
 	_ = s.purge(ctx, chunkPrefix+info.NUID)
 }
 
-func (s *objectStore) publish(ctx context.Context, m *nats.Msg) error {
+// publish stores a message, and returns its sequence.
+func (s *objectStore) publish(ctx context.Context, m *nats.Msg) (uint64, error) {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	reply, err := s.nc.RequestMsgWithContext(ctx, m)
 	if err != nil {
-		return unavailable(err)
+		return 0, unavailable(err)
 	}
-	return refused(reply.Data, nil)
+	var ack struct {
+		Seq uint64 `json:"seq"`
+	}
+	err = refused(reply.Data, &ack)
+	return ack.Seq, err
 }
 
 // refused reads an API answer into what into, and returns the server's error if it is one.
@@ -244,7 +257,7 @@ func (s *objectStore) Get(ctx context.Context, name string) (io.ReadCloser, erro
 		return nil, fmt.Errorf("reading object %s: %w", name, ErrCorrupt)
 	}
 	chunks := &chunkReader{ctx: ctx, s: s, subject: chunkPrefix + info.NUID, left: info.Chunks, seq: 1}
-	return io.NopCloser(newVerifier(name, chunks, int64(info.Size), digest)), nil
+	return io.NopCloser(newVerifier(name, chunks, int64(info.Size), known(digest))), nil
 }
 
 // chunkReader asks for a chunk when it is read: a slow reader holds one in memory and nothing at the server.
@@ -274,6 +287,79 @@ func (c *chunkReader) Read(p []byte) (int, error) {
 		c.left--
 	}
 	return c.chunk.Read(p)
+}
+
+func (s *objectStore) OpenAt(ctx context.Context, name string) (At, error) {
+	if err := checkName(name); err != nil {
+		return nil, fmt.Errorf("reading an object: %w", err)
+	}
+	info, err := s.info(ctx, name)
+	if err != nil {
+		return nil, fmt.Errorf("reading object %s: %w", name, err)
+	}
+	subject := chunkPrefix + info.NUID
+	var seqs []uint64
+	var ends []int64
+	if text, ok := info.Metadata[seqsKey]; ok {
+		seqs, ends, err = placesIn(text, info)
+	} else {
+		seqs, ends, err = s.places(ctx, subject, info)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading object %s: %w", name, err)
+	}
+	return &piecesAt{name: name, ends: ends, fetch: func(i int) ([]byte, error) {
+		m, err := s.next(ctx, subject, seqs[i])
+		if errors.Is(err, ErrNotFound) || err == nil && m.Seq != seqs[i] { // deleted while it is read
+			return nil, ErrCorrupt
+		}
+		if err != nil {
+			return nil, err
+		}
+		return m.Data, nil
+	}}, nil
+}
+
+// placesIn reads the chunks' places from what Put has noted.
+func placesIn(text string, info *jetstream.ObjectInfo) (seqs []uint64, ends []int64, err error) {
+	raw, err := base64.StdEncoding.DecodeString(text)
+	if err != nil {
+		return nil, nil, ErrCorrupt
+	}
+	seq := uint64(0)
+	for len(raw) > 0 {
+		d, n := binary.Uvarint(raw)
+		if n <= 0 {
+			return nil, nil, ErrCorrupt
+		}
+		raw, seq = raw[n:], seq+d
+		seqs = append(seqs, seq)
+	}
+	ends = evenPieces(int64(info.Size), chunkSize)
+	if len(seqs) != len(ends) || len(seqs) != int(info.Chunks) {
+		return nil, nil, ErrCorrupt
+	}
+	return seqs, ends, nil
+}
+
+// places looks at all chunks of an object that another tool has written: only so are they found.
+func (s *objectStore) places(ctx context.Context, subject string, info *jetstream.ObjectInfo) (seqs []uint64, ends []int64, err error) {
+	end, seq := int64(0), uint64(1)
+	for range info.Chunks {
+		m, err := s.next(ctx, subject, seq)
+		if errors.Is(err, ErrNotFound) {
+			return nil, nil, ErrCorrupt
+		}
+		if err != nil {
+			return nil, nil, err
+		}
+		end, seq = end+int64(len(m.Data)), m.Seq+1
+		seqs, ends = append(seqs, m.Seq), append(ends, end)
+	}
+	if end != int64(info.Size) {
+		return nil, nil, ErrCorrupt
+	}
+	return seqs, ends, nil
 }
 
 func (s *objectStore) Delete(ctx context.Context, name string) error {
@@ -315,6 +401,66 @@ func (s *objectStore) List(ctx context.Context, fn func(Info) error) error {
 		}
 		if err := fn(Info{Name: info.Name, Size: int64(info.Size), Time: m.Time.UnixMilli()}); err != nil {
 			return err
+		}
+	}
+}
+
+// Tidy looks at the objects before it looks at the chunks: chunks that get an object in between are young.
+func (s *objectStore) Tidy(ctx context.Context, before time.Time) error {
+	needed := make(map[string]bool)
+	for seq := uint64(1); ; {
+		m, err := s.next(ctx, metaPrefix+">", seq)
+		if errors.Is(err, ErrNotFound) {
+			break
+		}
+		if err != nil {
+			return fmt.Errorf("listing the objects: %w", err)
+		}
+		seq = m.Seq + 1
+		var info jetstream.ObjectInfo
+		if err := json.Unmarshal(m.Data, &info); err != nil {
+			return fmt.Errorf("listing the objects: %w: %w", ErrCorrupt, err)
+		}
+		needed[chunkPrefix+info.NUID] = true
+	}
+	subjects, err := s.chunkSubjects(ctx)
+	if err != nil {
+		return fmt.Errorf("listing the chunks: %w", err)
+	}
+	for subject := range subjects {
+		if needed[subject] {
+			continue
+		}
+		m, err := s.next(ctx, subject, 1)
+		if err == nil && m.Time.Before(before) {
+			err = s.purge(ctx, subject)
+		}
+		if err != nil && !errors.Is(err, ErrNotFound) {
+			return fmt.Errorf("removing chunks without an object: %w", err)
+		}
+	}
+	return nil
+}
+
+// chunkSubjects tells the subjects that have chunks, and how many.
+func (s *objectStore) chunkSubjects(ctx context.Context) (map[string]uint64, error) {
+	all := make(map[string]uint64)
+	for {
+		var page struct {
+			Total int `json:"total"`
+			State struct {
+				Subjects map[string]uint64 `json:"subjects"`
+			} `json:"state"`
+		}
+		err := s.call(ctx, "INFO", map[string]any{"subjects_filter": chunkPrefix + ">", "offset": len(all)}, &page)
+		if err != nil {
+			return nil, err
+		}
+		for subject, n := range page.State.Subjects {
+			all[subject] = n
+		}
+		if len(page.State.Subjects) == 0 || len(all) >= page.Total {
+			return all, nil
 		}
 	}
 }
