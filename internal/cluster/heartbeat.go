@@ -73,6 +73,8 @@ type WorkerInfo struct {
 	EngineWaiting int    `json:"engine_waiting"`
 	Limit         int    `json:"concurrency_limit,omitempty"`
 	Brake         string `json:"brake,omitempty"`
+	// ChatOnly are those of Models whose engine surely does not serve /v1/responses itself: such requests are made chats, which cannot do all.
+	ChatOnly []job.Model `json:"chat_only,omitempty"`
 	// StateSince is when State began, in unix seconds by the worker's clock; FallBacks how often the engine stopped being ready; ProbeSeconds what its last probe that was passed took.
 	StateSince   float64 `json:"state_since"`
 	FallBacks    int64   `json:"fall_backs"`
@@ -117,6 +119,9 @@ type QueueInfo struct {
 	Waiting      map[job.Class]int  `json:"waiting"`
 	WaitingLines map[job.Tenant]int `json:"waiting_lines,omitempty"`
 	Running      int                `json:"running"`
+	// Lines counts the jobs in all waiting lines by class; each batch that has lines to feed counts as one more. Quota are the tenants whose work waits for their own limit on running work.
+	Lines map[job.Class]int `json:"lines,omitempty"`
+	Quota []job.Tenant      `json:"quota,omitempty"`
 	// Delivered counts the durable jobs that workers have, by class.
 	Delivered map[job.Class]int `json:"delivered,omitempty"`
 	// Backlog is what each tenant has accepted and not ended: of those who have the most, for a heartbeat is small. Total is that of all.

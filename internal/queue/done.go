@@ -149,28 +149,23 @@ const outcomesPage = 500
 // A record that cannot be read is logged and left out.
 func (q *Queue) Outcomes(ctx context.Context, seq uint64) iter.Seq2[*Record, error] {
 	return func(yield func(*Record, error) bool) {
-		if err := q.outcomes(ctx, max(seq, 1), func(r *Record) bool { return yield(r, nil) }); err != nil {
+		if err := q.outcomes(ctx, max(seq, 1), doneSubjects, func(r *Record) bool { return yield(r, nil) }); err != nil {
 			yield(nil, fmt.Errorf("listing the outcomes: %w", err))
 		}
 	}
 }
 
 // outcomes reads by a consumer of its own, for only a consumer can leave the answers out.
-func (q *Queue) outcomes(ctx context.Context, seq uint64, yield func(*Record) bool) error {
-	c, err := q.headersConsumer(ctx, seq)
+func (q *Queue) outcomes(ctx context.Context, seq uint64, filter string, yield func(*Record) bool) error {
+	c, err := q.openReader(ctx, seq, filter, false)
 	if err != nil {
 		return err
 	}
-	defer func() {
-		// The caller's context may be over. The consumer would go by itself in minutes.
-		ctx, cancel := context.WithTimeout(q.life, time.Second)
-		defer cancel()
-		_ = q.js.DeleteConsumer(ctx, doneStream, c.CachedInfo().Name)
-	}()
+	defer q.deleteReader(c)
 	left, next := c.CachedInfo().NumPending, uint64(1)
 	for left > 0 {
 		var page []*Record
-		if page, left, next, err = q.outcomesPage(ctx, c, left, next); err != nil {
+		if page, left, next, err = q.outcomesPage(ctx, c, left, next, outcomesPage); err != nil {
 			return err
 		}
 		for _, r := range page {
@@ -182,11 +177,11 @@ func (q *Queue) outcomes(ctx context.Context, seq uint64, yield func(*Record) bo
 	return nil
 }
 
-// outcomesPage reads the next page of a headers consumer. left counts what is behind it, next is the number of the delivery to come.
-func (q *Queue) outcomesPage(ctx context.Context, c jetstream.Consumer, left, next uint64) ([]*Record, uint64, uint64, error) {
+// outcomesPage reads the next page of a reader, of at most so many records. left counts what is behind it, next is the number of the delivery to come.
+func (q *Queue) outcomesPage(ctx context.Context, c jetstream.Consumer, left, next uint64, most int) ([]*Record, uint64, uint64, error) {
 	ctx, cancel := context.WithTimeout(ctx, defaultTimeout)
 	defer cancel()
-	fetched, err := c.Fetch(int(min(left, outcomesPage)), jetstream.FetchContext(ctx))
+	fetched, err := c.Fetch(int(min(left, uint64(most))), jetstream.FetchContext(ctx))
 	if err != nil {
 		return nil, 0, 0, outward(classify(err))
 	}
@@ -202,7 +197,7 @@ func (q *Queue) outcomesPage(ctx context.Context, c jetstream.Consumer, left, ne
 		}
 		next++
 		left = meta.NumPending
-		r, err := decodeRecord(&raw{subject: m.Subject(), seq: meta.Sequence.Stream, time: meta.Timestamp, header: m.Headers()})
+		r, err := decodeRecord(&raw{subject: m.Subject(), seq: meta.Sequence.Stream, time: meta.Timestamp, header: m.Headers(), data: m.Data()})
 		if err != nil {
 			q.log.Error("an outcome cannot be read", "err", err)
 			continue
@@ -218,18 +213,34 @@ func (q *Queue) outcomesPage(ctx context.Context, c jetstream.Consumer, left, ne
 	return page, left, next, nil
 }
 
-func (q *Queue) headersConsumer(ctx context.Context, seq uint64) (jetstream.Consumer, error) {
+func (q *Queue) openReader(ctx context.Context, seq uint64, filter string, answers bool) (jetstream.Consumer, error) {
 	ctx, cancel := q.bound(ctx)
 	defer cancel()
-	c, err := q.js.CreateConsumer(ctx, doneStream, jetstream.ConsumerConfig{
-		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: seq,
-		AckPolicy: jetstream.AckNonePolicy, HeadersOnly: true, MemoryStorage: true, Replicas: 1,
-		InactiveThreshold: 5 * time.Minute,
-	})
+	c, err := q.reader(ctx, seq, filter, answers)
 	if err != nil {
 		return nil, outward(classify(err))
 	}
 	return c, nil
+}
+
+// reader makes a consumer of DONE from a sequence on, with the answers or the headers only.
+func (q *Queue) reader(ctx context.Context, seq uint64, filter string, answers bool) (jetstream.Consumer, error) {
+	c := jetstream.ConsumerConfig{
+		DeliverPolicy: jetstream.DeliverByStartSequencePolicy, OptStartSeq: seq,
+		AckPolicy: jetstream.AckNonePolicy, HeadersOnly: !answers, MemoryStorage: true, Replicas: 1,
+		InactiveThreshold: 5 * time.Minute,
+	}
+	if filter != doneSubjects {
+		c.FilterSubject = filter
+	}
+	return q.js.CreateConsumer(ctx, doneStream, c)
+}
+
+// deleteReader removes such a consumer. Its reader's context may be over. It would go by itself in minutes.
+func (q *Queue) deleteReader(c jetstream.Consumer) {
+	ctx, cancel := context.WithTimeout(q.life, time.Second)
+	defer cancel()
+	_ = q.js.DeleteConsumer(ctx, doneStream, c.CachedInfo().Name)
 }
 
 type doneState struct {

@@ -246,6 +246,8 @@ type Depth struct {
 	Waiting, Delivered map[job.Class]int
 	// WorkerLanes and TenantLanes count the messages in such lanes, by lane. For worker lanes delivered ones are included.
 	WorkerLanes, TenantLanes map[Lane]int
+	// Lines are the tenants' lanes by class.
+	Lines map[Line]int
 	// Bytes held and the stream's limit.
 	Bytes, MaxBytes int64
 }
@@ -258,7 +260,7 @@ func (q *Queue) Depth(ctx context.Context, kind Kind, name job.Model) (Depth, er
 	m := q.model(name)
 	d := Depth{
 		Waiting: map[job.Class]int{}, Delivered: map[job.Class]int{},
-		WorkerLanes: map[Lane]int{}, TenantLanes: map[Lane]int{},
+		WorkerLanes: map[Lane]int{}, TenantLanes: map[Lane]int{}, Lines: map[Line]int{},
 	}
 	err := q.depth(ctx, kind, m, &d)
 	if err != nil && !errors.Is(err, errNoStream) { // no stream: nothing waits
@@ -269,21 +271,13 @@ func (q *Queue) Depth(ctx context.Context, kind Kind, name job.Model) (Depth, er
 
 func (q *Queue) depth(ctx context.Context, kind Kind, m *model, d *Depth) error {
 	stream := m.stream(kind)
+	// Where a consumer is missing the listing below counts its messages as waiting.
+	if err := q.shared(ctx, stream, d.Waiting, d.Delivered); err != nil {
+		return err
+	}
 	shared := 0
-	for _, c := range job.Classes() {
-		var info struct {
-			Pending    int `json:"num_pending"`
-			AckPending int `json:"num_ack_pending"`
-		}
-		err := q.call(ctx, "CONSUMER.INFO."+stream+"."+string(c), struct{}{}, &info)
-		if hasCode(err, codeNoConsumer) { // its next user makes it again; till then the listing below counts its messages as waiting
-			continue
-		}
-		if err != nil {
-			return err
-		}
-		d.Waiting[c], d.Delivered[c] = info.Pending, info.AckPending
-		shared += info.Pending + info.AckPending
+	for c, n := range d.Waiting {
+		shared += n + d.Delivered[c]
 	}
 	var info struct {
 		Config struct {
@@ -313,6 +307,7 @@ func (q *Queue) depth(ctx context.Context, kind Kind, m *model, d *Depth) error 
 			d.WorkerLanes[p.lane] += n
 		case strings.HasPrefix(string(p.lane), "t-"):
 			d.TenantLanes[p.lane] += n
+			d.Lines[Line{p.class, p.lane}] += n
 		}
 		return nil
 	})

@@ -197,7 +197,7 @@ func TestClassesAndLanesAreApart(t *testing.T) {
 	want := queue.Depth{
 		Waiting:     map[job.Class]int{job.Interactive: 0, job.Standard: 0, job.Batch: 0},
 		Delivered:   map[job.Class]int{job.Interactive: 0, job.Standard: 0, job.Batch: 1},
-		WorkerLanes: map[queue.Lane]int{"w-w.1": 1}, TenantLanes: map[queue.Lane]int{"t-a b": 1}, MaxBytes: 8 << 30,
+		WorkerLanes: map[queue.Lane]int{"w-w.1": 1}, TenantLanes: map[queue.Lane]int{"t-a b": 1}, Lines: map[queue.Line]int{{Class: job.Standard, Lane: "t-a b"}: 1}, MaxBytes: 8 << 30,
 	}
 	if diff := cmp.Diff(want, depth, cmpopts.IgnoreFields(queue.Depth{}, "Bytes")); diff != "" {
 		t.Error(diff)
@@ -552,7 +552,7 @@ func TestWaitingListsPagesInOrder(t *testing.T) {
 
 func TestLongNamesStayApart(t *testing.T) {
 	t.Parallel()
-	q, _ := fresh(t, queue.Config{})
+	q, _ := fresh(t, queue.Config{WorkMaxBytes: 1 << 30, DoneMaxBytes: 1 << 30}) // two models by the defaults need more disk than a machine may have
 	long := strings.Repeat("日", 100)
 	a, b := newMessage(job.Standard), newMessage(job.Standard)
 	a.Job.Model, b.Job.Model = job.Model(long+"a"), job.Model(long+"b")

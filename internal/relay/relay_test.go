@@ -164,7 +164,13 @@ func TestCancelsAndEndsAreHeardUntilTheContextEnds(t *testing.T) {
 	if err := to.OnEnded(ctx, func(m job.Model) { ended <- m }); err != nil {
 		t.Fatal(err)
 	}
+	nudged := make(chan bool, 10)
+	if err := to.OnNudge(ctx, func() { nudged <- true }); err != nil {
+		t.Fatal(err)
+	}
 	from.Cancel("job_1")
+	from.Nudge()
+	within(t, "the nudge", nudged)
 	from.Ended("org/Model 7B:latest")
 	if id := within(t, "the cancel", cancelled); id != "job_1" {
 		t.Errorf("cancelled %q", id)

@@ -23,7 +23,7 @@ type Amount struct {
 	Tokens      job.Tokens
 }
 
-// Limits bound what is accepted and has not ended: of one tenant in one model, of one tenant in all models, and of one model for all tenants. 0 is no limit.
+// Limits bound what is accepted and has not ended: of one tenant in one model, of one tenant in all models, and of one model for all tenants. 0 is no limit. The lines of batches count in the last alone.
 type Limits struct{ Queue, Tenant, Model Amount }
 
 // Unit is what a limit counts.
@@ -128,9 +128,20 @@ func memberOf(id job.ID) string { return strings.TrimPrefix(string(id), "job_") 
 
 func idOfMember(member string) job.ID { return job.ID("job_" + member) }
 
+// asLines stands behind the tenant's name where the lines of its batches are counted: apart from its other jobs, whose limits are not theirs. No tenant's own name has it.
+const asLines = "\x00lines"
+
+// countedFor is under which name j is counted.
+func countedFor(j *job.Job) job.Tenant {
+	if j.InBatch() {
+		return j.Tenant + asLines
+	}
+	return j.Tenant
+}
+
 // enterCall counts j in the backlog within limits.
 func (s *Store) enterCall(j *job.Job, l Limits) call {
-	t, m := backlogNames(j.Tenant, j.Model)
+	t, m := backlogNames(countedFor(j), j.Model)
 	args := []any{t, m, memberOf(j.ID), max(0, j.Class.Rank()), j.BodySize, int64(j.Expected()), s.listTTL().Milliseconds()}
 	if l != (Limits{}) {
 		for _, a := range []Amount{l.Queue, l.Tenant, l.Model} {
@@ -187,7 +198,7 @@ func (s *Store) enter(ctx context.Context, j *job.Job, l Limits) error {
 func (s *Store) leave(ctx context.Context, j *job.Job) error {
 	pipe := s.db.Pipeline()
 	pipe.ZRem(ctx, s.liveKey(j.ID), string(j.ID))
-	_, err := s.run(ctx, pipe, s.leaveCall(j.Tenant, j.Model, j.ID))
+	_, err := s.run(ctx, pipe, s.leaveCall(countedFor(j), j.Model, j.ID))
 	return err
 }
 
@@ -201,7 +212,7 @@ func (s *Store) Places(ctx context.Context, jobs []*job.Job) ([]*Place, error) {
 	members, sums := make([]*redis.StringCmd, len(jobs)), make([]*redis.SliceCmd, len(jobs))
 	_, err := s.db.Pipelined(ctx, func(p redis.Pipeliner) error {
 		for i, j := range jobs {
-			t, m := backlogNames(j.Tenant, j.Model)
+			t, m := backlogNames(countedFor(j), j.Model)
 			own := fmt.Sprintf(":%s:%d/", m, max(0, j.Class.Rank()))
 			members[i] = p.HGet(ctx, s.membersKey(t, m), memberOf(j.ID))
 			sums[i] = p.HMGet(ctx, s.sumsKey(), ":"+m+":0/j", ":"+m+":0/t", ":"+m+":1/j", ":"+m+":1/t", ":"+m+":2/j", ":"+m+":2/t", own+"j", own+"t", own+"a", own+"s")
@@ -319,7 +330,8 @@ func backlogs(sums map[string]string) map[job.Model]*Backlog {
 		if of.tenant == "" {
 			b.Classes[of.class] = a
 		} else {
-			b.Tenants[of.tenant] = a
+			t := job.Tenant(strings.TrimSuffix(string(of.tenant), asLines))
+			b.Tenants[t] = b.Tenants[t].plus(a)
 		}
 	}
 	return all
@@ -353,6 +365,10 @@ func consistent(all map[sum]Amount, members map[sum]int64) bool {
 		}
 	}
 	return true
+}
+
+func (a Amount) plus(b Amount) Amount {
+	return Amount{Jobs: a.Jobs + b.Jobs, Bytes: a.Bytes + b.Bytes, Tokens: a.Tokens + b.Tokens}
 }
 
 func (a Amount) minus(b Amount) Amount {
@@ -554,7 +570,7 @@ func (s *Store) leaveEnded(ctx context.Context, jobs []*job.Job) error {
 	var calls []call
 	for i, j := range jobs {
 		if states[i] == "" || states[i].Ended() {
-			calls = append(calls, s.leaveCall(j.Tenant, j.Model, j.ID))
+			calls = append(calls, s.leaveCall(countedFor(j), j.Model, j.ID))
 		}
 	}
 	if len(calls) == 0 {

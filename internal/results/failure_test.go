@@ -102,6 +102,7 @@ func calls(s *results.Store, j *job.Job, c *results.Claim) map[string]func(conte
 		"LetGo":          func(ctx context.Context) error { return s.LetGo(ctx, "w", "job_none") },
 		"Finish":         func(ctx context.Context) error { return s.Finish(ctx, j, o, nil, nil, nil) },
 		"AskCancel":      func(ctx context.Context) error { _, err := s.AskCancel(ctx, j.ID); return err },
+		"AcceptLines":    func(ctx context.Context) error { return s.AcceptLines(ctx, []*job.Job{j}) },
 		"Delete":         func(ctx context.Context) error { return s.Delete(ctx, "acme", j.ID) },
 		"Events":         func(ctx context.Context) error { _, _, err := s.Events(ctx, j.ID, 0, 1); return err },
 		"Owners":         func(ctx context.Context) error { _, err := s.Owners(ctx, "k"); return err },

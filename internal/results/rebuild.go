@@ -74,12 +74,12 @@ func (s *Store) RestoreQueued(ctx context.Context, jobs []QueuedJob) error {
 	return s.restore(ctx, all)
 }
 
-// RestoreEnded writes records of ended jobs where there is none, but for those whose outcome is erased.
+// RestoreEnded writes records of ended jobs where there is none, but for those whose outcome is erased, and for batches' lines, whose records are soon gone anyway.
 func (s *Store) RestoreEnded(ctx context.Context, jobs []EndedJob) error {
 	all := make([]creation, 0, len(jobs))
 	for i := range jobs {
 		o := &jobs[i].Outcome
-		if o.Erased {
+		if o.Erased || jobs[i].Job.InBatch() {
 			continue
 		}
 		text, err := encode(o)

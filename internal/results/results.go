@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/go-redis/redis_rate/v10"
 	"github.com/redis/go-redis/v9"
 
 	"github.com/millrace/millrace/internal/job"
@@ -41,6 +42,7 @@ const (
 // Store is safe for concurrent use.
 type Store struct {
 	db        redis.UniversalClient
+	limiter   *redis_rate.Limiter
 	cfg       Config
 	log       *slog.Logger
 	isCluster bool
@@ -61,7 +63,7 @@ func Open(ctx context.Context, cfg Config, log *slog.Logger) (*Store, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Store{db: db, cfg: cfg, log: log, isCluster: isCluster}
+	s := &Store{db: db, limiter: redis_rate.NewLimiter(prefixed{db, cfg.Prefix}), cfg: cfg, log: log, isCluster: isCluster}
 	if err := s.begin(ctx); err != nil {
 		_ = db.Close() // the error that counts is the first one
 		return nil, fmt.Errorf("opening the result store: %w", err)

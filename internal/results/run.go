@@ -300,20 +300,24 @@ func (s *Store) LetGo(ctx context.Context, w job.Worker, ids ...job.ID) error {
 // Finish writes the outcome into the record (whole if it is gone), the answer (nil: not kept), drops the request's body and the indexes of live jobs, and, if the job keeps events, appends `done` with
 // number o.LastEvent (preceded by a `reset` with resetData if that is not nil, numbered o.LastEvent-1). doneData is the done event's JSON. An ended record is left alone. Repeating it is harmless.
 // Where events with such numbers are there already, `done` gets the next number: it always stands last.
-// An erased outcome writes no record. Order: record, answer and events -> live index and backlog. If we crash in between, Due, Live and RepairBacklog drop the entry.
+// An erased outcome writes no record. A batch's line keeps no answer, and its record only for lineKept: DONE has both; a record that is gone stays so. Order: record, answer and events -> live index and backlog. If we crash in between, Due, Live and RepairBacklog drop the entry.
 func (s *Store) Finish(ctx context.Context, j *job.Job, o *job.Outcome, result, resetData, doneData []byte) error {
 	if s.expireAt(j) <= int64(s.Now()) {
 		return nil // too old to be kept
 	}
 	ctx, cancel := context.WithTimeout(ctx, opTimeout)
 	defer cancel()
+	if j.InBatch() {
+		result = nil
+	}
+	kept := !o.Erased && !j.InBatch()
 	word, err := s.finish(ctx, j, o, result, resetData, doneData)
-	if err == nil && word == "gone" && !o.Erased {
+	if err == nil && word == "gone" && kept {
 		if err = s.recreate(ctx, j, nil); err == nil {
 			word, err = s.finish(ctx, j, o, result, resetData, doneData)
 		}
 	}
-	if err == nil && word == "gone" && !o.Erased {
+	if err == nil && word == "gone" && kept {
 		err = fmt.Errorf("%w: the record vanished while it was written", ErrUnavailable) // wiped again
 	}
 	if err == nil {
@@ -330,7 +334,11 @@ func (s *Store) finish(ctx context.Context, j *job.Job, o *job.Outcome, result, 
 	if err != nil {
 		return "", err
 	}
+	end := s.expireAt(j)
+	if j.InBatch() {
+		end = min(end, int64(s.Now())+lineKept.Milliseconds())
+	}
 	return finishScript.Run(ctx, s.db, []string{s.recordKey(j.ID), s.eventsKey(j.ID), s.bodyKey(j.ID), s.answerKey(j.ID)},
 		string(o.State), outcome, int64(o.FirstToken), int64(o.Finished), int64(o.Token), o.LastEvent, flag(j.Events),
-		doneData, flag(resetData != nil), resetData, flag(result != nil), result, s.expireAt(j), s.cfg.MaxEvents).Text()
+		doneData, flag(resetData != nil), resetData, flag(result != nil), result, end, s.cfg.MaxEvents).Text()
 }

@@ -37,6 +37,8 @@ var (
 	giveBackLua string
 	//go:embed lua/leave.lua
 	leaveLua string
+	//go:embed lua/occupy.lua
+	occupyLua string
 	//go:embed lua/page.lua
 	pageLua string
 	//go:embed lua/queued.lua
@@ -45,6 +47,8 @@ var (
 	releaseLua string
 	//go:embed lua/renew.lua
 	renewLua string
+	//go:embed lua/vacate.lua
+	vacateLua string
 )
 
 // Each script is atomic, takes all its keys by KEYS and only from one slot, and writes nothing before it can fail no more.
@@ -63,14 +67,16 @@ var (
 	finishScript   = newScript(prelude + finishLua)
 	giveBackScript = newScript(prelude + giveBackLua)
 	leaveScript    = newScript(leaveLua)
+	occupyScript   = newScript(occupyLua)
 	pageScript     = newScript(pageLua)
 	queuedScript   = newScript(queuedLua)
 	releaseScript  = newScript(releaseLua)
 	renewScript    = newScript(prelude + renewLua)
+	vacateScript   = newScript(vacateLua)
 
 	scripts = []*script{
 		appendScript, bindScript, cancelScript, claimScript, createScript, deleteScript, discardScript, dismissScript, endLeaseScript, enterScript, eventsScript,
-		finishScript, giveBackScript, leaveScript, pageScript, queuedScript, releaseScript, renewScript,
+		finishScript, giveBackScript, leaveScript, occupyScript, pageScript, queuedScript, releaseScript, renewScript, vacateScript,
 	}
 )
 

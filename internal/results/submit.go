@@ -80,7 +80,11 @@ func (s *Store) create(ctx context.Context, l Limits, all ...creation) ([]standi
 		if !c.state.Ended() {
 			calls = append(calls, s.enterCall(c.job, l))
 		}
-		args := append([]any{string(c.state), text, s.expireAt(c.job), c.body}, c.fields...)
+		body := c.body
+		if c.job.InBatch() { // its file has it
+			body = nil
+		}
+		args := append([]any{string(c.state), text, s.expireAt(c.job), body}, c.fields...)
 		calls = append(calls, call{script: createScript, keys: []string{s.recordKey(c.job.ID), s.bodyKey(c.job.ID)}, args: args})
 	}
 	answers, err := s.inOrder(ctx, func(p redis.Pipeliner) {
@@ -131,14 +135,16 @@ func (s *Store) create(ctx context.Context, l Limits, all ...creation) ([]standi
 // trimOneIn jobs has its tenant's list trimmed: the embedded store sorts the whole list for that.
 const trimOneIn = 256
 
-// index adds a job to its tenant's list, and to the live index. An entry that is there keeps its deadline.
+// index adds a job to its tenant's list, but for a batch's line, and to the live index. An entry that is there keeps its deadline.
 func (s *Store) index(ctx context.Context, p redis.Pipeliner, j *job.Job, state job.State) {
-	list := s.listKey(j.Tenant)
-	p.ZAdd(ctx, list, redis.Z{Score: float64(j.Created), Member: string(j.ID)})
-	if rand.N(trimOneIn) == 0 {
-		p.ZRemRangeByScore(ctx, list, "-inf", fmt.Sprint(int64(s.Now())-(longestDeadline+s.cfg.Retention).Milliseconds()))
+	if !j.InBatch() {
+		list := s.listKey(j.Tenant)
+		p.ZAdd(ctx, list, redis.Z{Score: float64(j.Created), Member: string(j.ID)})
+		if rand.N(trimOneIn) == 0 {
+			p.ZRemRangeByScore(ctx, list, "-inf", fmt.Sprint(int64(s.Now())-(longestDeadline+s.cfg.Retention).Milliseconds()))
+		}
+		p.PExpire(ctx, list, s.listTTL())
 	}
-	p.PExpire(ctx, list, s.listTTL())
 	if !state.Ended() {
 		p.ZAddNX(ctx, s.liveKey(j.ID), redis.Z{Score: float64(firstDeadline(j)), Member: string(j.ID)})
 	}
@@ -205,7 +211,7 @@ func (s *Store) Discard(ctx context.Context, j *job.Job, since job.Millis) (bool
 	defer cancel()
 	gone, err := discardScript.Run(ctx, s.db, []string{s.recordKey(j.ID), s.bodyKey(j.ID), s.eventsKey(j.ID)}, int64(since)).Bool()
 	if err == nil && gone {
-		err = s.unindex(ctx, j.Tenant, j.ID, s.leaveCall(j.Tenant, j.Model, j.ID))
+		err = s.unindex(ctx, j.Tenant, j.ID, s.leaveCall(countedFor(j), j.Model, j.ID))
 	}
 	if err != nil {
 		return false, wrap(err, "discarding job %s", j.ID)

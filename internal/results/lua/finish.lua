@@ -31,4 +31,5 @@ if ARGV[11] == '1' then
 	redis.call('HSET', record, 'h', 1)
 end
 redis.call('DEL', KEYS[3])
+redis.call('PEXPIREAT', record, ARGV[13])
 return 'ok'

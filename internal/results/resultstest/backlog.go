@@ -266,3 +266,31 @@ func backlogRepaired(e *env) {
 	e.admit(results.Limits{Tenant: results.Amount{Jobs: 3}}, e.sized())
 	e.refused(results.Limits{Tenant: results.Amount{Jobs: 3}}, e.sized(), results.OfTenant, results.Jobs, 3)
 }
+
+// backlogLines: lines of batches are shown with their tenant's jobs, and are asked for no limits of theirs.
+func backlogLines(e *env) {
+	inBatch := func(j *job.Job) { j.Group, j.Line, j.Class = "batch_x", 1, job.Batch }
+	a, b, c := e.sized(), e.sized(inBatch), e.sized(inBatch)
+	e.admit(results.Limits{}, a)
+	e.ok(e.AcceptLines(e.ctx, []*job.Job{b, c}))
+	l := results.Limits{Queue: results.Amount{Jobs: 2}, Tenant: results.Amount{Jobs: 2, Tokens: 100}}
+	d := e.sized()
+	e.admit(l, d)
+	e.refused(l, e.sized(), results.OfQueue, results.Jobs, 2)
+	e.same("shown", e.backlogs()["m"].Tenants, map[job.Tenant]results.Amount{"acme": {Jobs: 4, Bytes: 400, Tokens: 200}})
+	members, err := e.InBacklog(e.ctx, "acme", "m")
+	e.ok(err)
+	e.same("members", members, map[job.ID]job.Tokens{a.ID: 50, b.ID: 50, c.ID: 50, d.ID: 50})
+	places, err := e.Places(e.ctx, []*job.Job{b, c})
+	e.ok(err)
+	if places[0] == nil || places[1] == nil || places[0].Jobs+places[1].Jobs != 1 {
+		e.Errorf("they stand at %+v and %+v", places[0], places[1])
+	}
+	dropped, added, err := e.RepairBacklog(e.ctx, map[job.ID]bool{a.ID: true, b.ID: true, c.ID: true, d.ID: true}, func(job.ID) bool { return true })
+	e.ok(err)
+	if dropped+added != 0 {
+		e.Errorf("a repair dropped %d and added %d", dropped, added)
+	}
+	e.end(a, b, c, d)
+	e.same("nothing", e.backlogs(), map[job.Model]*results.Backlog{})
+}

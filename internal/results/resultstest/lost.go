@@ -47,6 +47,15 @@ var writes = []write{
 			e.same("backlog", e.backlogs()["m"].Sum().Jobs, int64(1))
 		}
 	}},
+	{"accept lines", func(e *env) (func() error, func()) {
+		lines := []*job.Job{e.line(1), e.line(2)}
+		return func() error { return e.AcceptLines(e.ctx, lines) }, func() {
+			e.state(lines[0], job.Queued)
+			e.state(lines[1], job.Queued)
+			e.same("live", len(e.living()), 2)
+			e.same("backlog", e.backlogs()["m"].Sum().Jobs, int64(2))
+		}
+	}},
 	{"queued", func(e *env) (func() error, func()) {
 		j := e.job()
 		_, err := e.Accept(e.ctx, j, body, results.Limits{})
