@@ -17,6 +17,7 @@ import (
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/responses"
 )
 
 // storeTimeout bounds one call of a store.
@@ -45,6 +46,8 @@ type call struct {
 	anew    func() bool
 	// first is when the first token of a stream came.
 	first job.Millis
+	// answering is set where the job is a response.
+	answering *answering
 	// request is the client's body, and assembler has the stream so far, with what came earlier.
 	request   []byte
 	assembler *engine.Assembler
@@ -130,6 +133,9 @@ func (c *call) run(ctx context.Context, now job.Millis) (r *reply, f *fault) {
 	}
 	c.w.progress.begin()
 	defer c.w.progress.end()
+	if j.Endpoint == job.Responses {
+		return c.respond(ctx)
+	}
 	if c.earlier != nil {
 		if r, f, ok := c.goOn(ctx, c.request); ok {
 			return r, f
@@ -152,8 +158,12 @@ func (c *call) generate(ctx context.Context, body []byte, s *resumption) (r *rep
 	if err != nil {
 		return nil, failed(job.CodeInvalidJSON, "The job's request cannot be edited: "+err.Error()), true
 	}
+	endpoint := j.Endpoint
+	if c.answering != nil {
+		endpoint = c.answering.endpoint()
+	}
 	called := time.Now()
-	response, err := c.w.deps.Engine.Call(ctx, engine.Request{Endpoint: j.Endpoint, Body: bytes.NewReader(body), Size: int64(len(body)), ID: j.ID})
+	response, err := c.w.deps.Engine.Call(ctx, engine.Request{Endpoint: endpoint, Body: bytes.NewReader(body), Size: int64(len(body)), ID: j.ID})
 	if err != nil {
 		return nil, c.broken(ctx, err), true
 	}
@@ -161,12 +171,18 @@ func (c *call) generate(ctx context.Context, body []byte, s *resumption) (r *rep
 	c.w.progress.alive()
 	r = &reply{status: response.StatusCode, contentType: response.ContentType, retryAfter: response.RetryAfter, continues: s != nil}
 	if r.status == http.StatusOK && strings.HasPrefix(r.contentType, "text/event-stream") {
+		if c.answering != nil {
+			return r, c.streamResponse(ctx, r, response, called), true
+		}
 		return r, c.stream(ctx, r, response, called, hideUsage, s), true
 	}
 	if r.body, err = response.ReadAll(); err != nil {
 		return nil, c.broken(ctx, err), true
 	}
 	f = c.judge(ctx, r)
+	if c.answering != nil && f == nil && r.status == http.StatusOK {
+		f = c.respondWhole(ctx, r)
+	}
 	if s == nil {
 		return r, f, true
 	}
@@ -193,11 +209,13 @@ func (c *call) fetch(ctx context.Context) ([]byte, *fault) {
 	return nil, again(false, "request_unavailable", engineAgain, job.CodeUnavailable, "The job's request could not be read.")
 }
 
-// edit makes the body for the engine, in which only the fields are edited that Millrace owns: those that ask for a stream, where events are wanted or unwanted, and the priority, where the engine has any.
+// edit makes the body for the engine, in which only the fields are edited that Millrace owns: those that ask for a stream, where events are wanted or unwanted, and the priority and the cache salt, where the engine has any.
 func (c *call) edit(ctx context.Context, body []byte) (edited []byte, hideUsage bool, err error) {
 	j := &c.d.Job
 	switch {
-	case j.Events || j.Live() && j.Stream:
+	case c.answering != nil && c.answering.native():
+		body, err = responses.Native(body, c.streams())
+	case c.streams():
 		body, hideUsage, err = job.SetStreaming(body)
 	case !j.Live():
 		body, err = job.SetPlain(body)
@@ -205,9 +223,13 @@ func (c *call) edit(ctx context.Context, body []byte) (edited []byte, hideUsage 
 	if err != nil || !j.Endpoint.Generates() {
 		return body, hideUsage, err
 	}
-	if c.abilities(ctx).Priority {
-		body, err = job.SetField(body, "priority", fmt.Append(nil, j.Class.Rank()))
+	can := c.abilities(ctx)
+	if can.Priority {
+		if body, err = job.SetField(body, "priority", fmt.Append(nil, j.Class.Rank())); err != nil {
+			return nil, hideUsage, err
+		}
 	}
+	body, err = c.salt(can, body)
 	return body, hideUsage, err
 }
 

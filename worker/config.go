@@ -43,6 +43,8 @@ type Config struct {
 	// default 10 min. NoPrefixAffinity remembers none of those.
 	SessionTTL, PrefixTTL time.Duration
 	NoPrefixAffinity      bool
+	// NoCacheSalt lets engines share their KV caches between tenants: a client's own cache_salt is then left as it is.
+	NoCacheSalt bool
 	// RetryDelay is the pause after a durable job's first charged attempt; it doubles with each one, up to a minute. Default 1 s.
 	RetryDelay time.Duration
 	// MaxAttempts is how many charged attempts a durable job has; default 5. MaxDeaths is how many deaths of its worker end it; default 3.

@@ -672,7 +672,7 @@ func TestPriorityIsTheClass(t *testing.T) {
 	e := newEnv(t, time.Hour)
 	for _, priorities := range []bool{true, false} {
 		eng, calls := emulate(t, emulator.Config{PriorityScheduling: priorities})
-		p := e.work(eng.URL)
+		p := e.work(eng.URL, func(c *workerConfig) { c.NoCacheSalt = true })
 		for i, class := range job.Classes() {
 			body := chat("hello", `"priority":0,"stream":false,`)
 			j := e.submit(e.job(body, func(j *job.Job) { j.Class = class }))
@@ -688,4 +688,44 @@ func TestPriorityIsTheClass(t *testing.T) {
 		}
 		e.ends(p)
 	}
+}
+
+// TestCacheSaltIsTheTenants where the engine knows any, in place of the client's own; every other byte stays as it is.
+func TestCacheSaltIsTheTenants(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, time.Hour)
+	eng, calls := emulate(t, emulator.Config{})
+	p := e.work(eng.URL)
+	ask := func(tenant job.Tenant, body string) (got, salt string) {
+		t.Helper()
+		e.completed(e.submit(e.job(body, func(j *job.Job) { j.Tenant, j.Events = tenant, false })))
+		all := calls.list()
+		got = all[len(all)-1].body
+		var sent struct {
+			CacheSalt string `json:"cache_salt"`
+		}
+		if err := json.Unmarshal([]byte(got), &sent); err != nil {
+			t.Fatal(err)
+		}
+		return got, sent.CacheSalt
+	}
+	plain := chat("hello", `"user" :  "u\u00e9", "stream":false,`)
+	got, own := ask("acme", plain)
+	if len(own) != 43 || got != strings.TrimSuffix(plain, "}")+`,"cache_salt":"`+own+`"}` {
+		t.Errorf("the engine got %s", got)
+	}
+	_, other := ask("globex", plain)
+	if other == own || len(other) != 43 {
+		t.Errorf("two tenants have the salts %q and %q", own, other)
+	}
+	salted := chat("hello", `"cache_salt":"`+other+`","stream":false,`) // another tenant's
+	if got, _ = ask("acme", salted); got != strings.Replace(salted, other, own, 1) {
+		t.Errorf("the engine got %s", got)
+	}
+	e.ends(p)
+	p = e.work(eng.URL, func(c *workerConfig) { c.NoCacheSalt = true })
+	if got, _ = ask("acme", salted); got != salted {
+		t.Errorf("switched off, the engine got %s", got)
+	}
+	e.ends(p)
 }

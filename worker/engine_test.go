@@ -68,6 +68,8 @@ type script struct {
 	probes  int
 	metrics string           // the page, "" if there is none
 	probe   http.HandlerFunc // nil: they pass
+	// responds answers the probe of /v1/responses; nil: there is no such route. It is set before a worker starts.
+	responds http.HandlerFunc
 }
 
 func play(t testing.TB, answer http.HandlerFunc) *script {
@@ -111,6 +113,14 @@ func (s *script) probed() int {
 func (s *script) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	if r.URL.Path == "/v1/models" {
 		_, _ = io.WriteString(w, `{"object":"list","data":[{"id":"`+string(model)+`"}]}`)
+		return
+	}
+	if r.URL.Path == "/v1/responses" && r.Header.Get("X-Request-Id") == "" {
+		if s.responds == nil {
+			http.NotFound(w, r)
+			return
+		}
+		s.responds(w, r)
 		return
 	}
 	s.mu.Lock()

@@ -309,6 +309,9 @@ func (c *call) engineContinues(ctx context.Context) bool {
 
 // continuable tells whether another attempt may go on with what this one has brought, as far as the request, the answer so far and this engine tell.
 func (c *call) continuable(ctx context.Context) bool {
+	if c.answering != nil { // something was shown, and a response begins with what only one attempt can say
+		return false
+	}
 	if c.assembler == nil {
 		return true // nothing has come yet
 	}
@@ -371,6 +374,9 @@ func (c *call) promptTokens(ctx context.Context, request []byte) job.Tokens {
 	defer cancel()
 	u, err := func() (*job.Usage, error) {
 		body, err := job.SetOneToken(request, c.d.Job.Endpoint)
+		if err == nil {
+			body, err = c.salt(c.abilities(ctx), body)
+		}
 		if err != nil {
 			return nil, err
 		}

@@ -131,6 +131,7 @@ func (w *Worker) Run(ctx context.Context) error {
 	g.Go(func() error { w.writeBinds(run); return nil })
 	g.Go(func() error { w.watchProgress(run); return nil })
 	g.Go(func() error { w.probeQuiet(run); return nil })
+	g.Go(func() error { w.learnResponses(run); return nil })
 	g.Go(func() error {
 		w.watch(run, func(m job.Model) context.CancelFunc { return w.serve(ctx, run, m, &deliveries) })
 		return nil

@@ -34,8 +34,11 @@ type View struct {
 	WorkFill, DoneFill float64
 	// Leader: a dispatcher leads and moves waiting lines on. Without one nobody would.
 	Leader bool
-	// Shared counts the jobs that wait in the model's shared lane, TenantWaiting those in the tenant's waiting line.
-	Shared, TenantWaiting int
+	// Shared counts the jobs that wait in the model's shared lane and go before the job or stand in its class: those of lower classes keep nobody waiting. TenantWaiting are those in the tenant's own waiting line, Lined those of the job's
+	// class in all waiting lines and batches.
+	Shared, TenantWaiting, Lined int
+	// Limited: the tenant has a limit on how much of its work workers get at once. Whoever feeds its line holds to that.
+	Limited bool
 	// JobsPerSecond is how fast the model's jobs end lately; 0 is unknown.
 	JobsPerSecond float64
 	// Warm is the worker that has the job's prompt in its KV cache and is not overloaded; "" if there is none.
@@ -96,7 +99,7 @@ func tooLong(r Request, largest job.Tokens) (Decision, bool) {
 	switch r.Endpoint {
 	case job.Completions:
 		param = "prompt"
-	case job.Embeddings:
+	case job.Embeddings, job.Responses:
 		param = "input"
 	}
 	return Decision{Refuse: refusal(job.TypeInvalidRequest, job.CodeContextLength, param, fmt.Sprintf(

@@ -31,6 +31,10 @@ func TestDecide(t *testing.T) {
 		"nobody serves the model":                         {view: admission.View{Leader: true}, code: job.CodeModelNotFound, names: []string{`"m"`}},
 		"the tenant waits already":                        {view: admission.View{Known: true, Leader: true, TenantWaiting: 1}, lane: admission.TenantLine},
 		"the shared lane is deep":                         {view: admission.View{Known: true, Leader: true, Shared: 64}, lane: admission.TenantLine},
+		"others of its class wait in lines":               {view: admission.View{Known: true, Leader: true, Lined: 1}, lane: admission.TenantLine},
+		"a limit on what runs is held by the line alone":  {view: admission.View{Known: true, Leader: true, Limited: true}, lane: admission.TenantLine},
+		"also without a dispatcher":                       {view: admission.View{Known: true, Limited: true}, lane: admission.TenantLine},
+		"but a live job is counted where it waits":        {live: true, view: admission.View{Known: true, Limited: true}, lane: admission.Shared},
 		"a fast model's lane is deeper":                   {view: admission.View{Known: true, Leader: true, Shared: 64, JobsPerSecond: 100}, lane: admission.Shared},
 		"and deep at four seconds of work":                {view: admission.View{Known: true, Leader: true, Shared: 400, JobsPerSecond: 100}, lane: admission.TenantLine},
 		"without a dispatcher nobody moves waiting lines": {view: admission.View{Known: true, Shared: 1000, TenantWaiting: 9}, lane: admission.Shared},
@@ -98,6 +102,8 @@ func TestLeastPromptNeverExceedsWhatIsThere(t *testing.T) {
 		"message texts add up":           {job.ChatCompletions, fmt.Sprintf(`{"messages":[{"content":%q},{"content":[{"text":%q}]}]}`, text, text), 20},
 		"what is not text":               {job.ChatCompletions, fmt.Sprintf(`{"messages":[{"role":%q,"content":null,"input_audio":{"data":%q}}]}`, text, text), 0},
 		"messages that are not a list":   {job.ChatCompletions, `{"messages":7}`, 0},
+		"a response's text":              {job.Responses, fmt.Sprintf(`{"input":%q,"instructions":%q}`, text, text), 20},
+		"a response's messages":          {job.Responses, fmt.Sprintf(`{"input":[{"role":"user","content":[{"type":"input_text","text":%q},{"type":"input_image","image_url":"data:x"}]}]}`, text), 10},
 		"escapes count as what they are": {job.Completions, `{"prompt":"` + strings.Repeat(`\u0041`, 160) + `"}`, 10},
 	}
 	for name, tt := range tests {

@@ -20,13 +20,16 @@ const (
 )
 
 // lane is where a job waits that may enter, and the worker of a WorkerLane. The worker that has its cache is asked first: that one has room, so the job passes no other that could run there.
-// Who is answered on a connection waits in no line: without room it is refused. And without a dispatcher nobody would move a line on.
+// Who is answered on a connection waits in no line: without room it is refused. And without a dispatcher nobody would move a line on; only a tenant with a limit on its running work waits for one all the same.
+// While others of its class wait in lines, a newcomer that went past them would get more than its share: it takes its turn.
 func lane(r Request, v View) (Lane, job.Worker) {
 	deep := max(MinDeep, int(DeepSeconds*v.JobsPerSecond))
 	switch {
+	case !r.Live && v.Limited:
+		return TenantLine, ""
 	case v.Warm != "":
 		return WorkerLane, v.Warm
-	case !r.Live && v.Leader && (v.TenantWaiting > 0 || v.Shared >= deep):
+	case !r.Live && v.Leader && (v.TenantWaiting > 0 || v.Lined > 0 || v.Shared >= deep):
 		return TenantLine, ""
 	}
 	return Shared, ""

@@ -25,6 +25,8 @@ func TestWarmWorkerComesFirst(t *testing.T) {
 		"for a live job":                  {live: true, view: admission.View{Known: true, Warm: "w"}, lane: admission.WorkerLane, worker: "w"},
 		"though the tenant waits already": {view: admission.View{Known: true, Leader: true, TenantWaiting: 5, Shared: 1000, Warm: "w"}, lane: admission.WorkerLane, worker: "w"},
 		"though nobody leads":             {view: admission.View{Known: true, Warm: "w"}, lane: admission.WorkerLane, worker: "w"},
+		"but for a limit on what runs":    {view: admission.View{Known: true, Leader: true, Limited: true, Warm: "w"}, lane: admission.TenantLine},
+		"which is not a live job's":       {live: true, view: admission.View{Known: true, Limited: true, Warm: "w"}, lane: admission.WorkerLane, worker: "w"},
 		"and the job is refused":          {view: admission.View{Known: true, WorkFill: 1, Warm: "w"}},
 	} {
 		d := admission.Decide(admission.Request{Tenant: "t", Model: "m", Endpoint: job.ChatCompletions, Body: body, Size: 20, Live: tt.live}, tt.view)

@@ -16,6 +16,9 @@ func LeastPrompt(e job.Endpoint, body *job.Object) job.Tokens {
 		return longest(body.Get("input"), true)
 	case job.Completions:
 		return longest(body.Get("prompt"), true)
+	case job.Responses:
+		input := body.Get("input")
+		return max(longest(input, false), job.LeastPrompt(textBytes(input))) + longest(body.Get("instructions"), false)
 	default:
 		return job.LeastPrompt(textBytes(body.Get("messages")))
 	}

@@ -255,6 +255,20 @@ func TestChainTellsApart(t *testing.T) {
 	}
 }
 
+func TestChainOfResponses(t *testing.T) {
+	t.Parallel()
+	keys := func(body string) []string { return affinity.Chain("t", "m", job.Responses, object(t, body)) }
+	long := strings.Repeat("You are helpful. ", 40)
+	turn := `{"role":"user","content":"` + long + `"}`
+	first, second := keys(`{"instructions":"`+long+`","input":[`+turn+`]}`), keys(`{"input":[`+turn+`,`+turn+`],"instructions":"`+long+`","stream":true}`)
+	if len(first) == 0 || len(second) <= len(first) || shared(first, second) != len(first) {
+		t.Errorf("two turns share %d keys of %d and %d", shared(first, second), len(first), len(second))
+	}
+	if text, longer := keys(`{"input":"`+long+`"}`), keys(`{"input":"`+long+long+`"}`); len(text) == 0 || shared(text, longer) != len(text) {
+		t.Errorf("two texts share %d keys of %d and %d", shared(text, longer), len(text), len(longer))
+	}
+}
+
 func TestKeys(t *testing.T) {
 	t.Parallel()
 	body := talk(t, "s", 3, 1000, "")

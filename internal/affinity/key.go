@@ -38,7 +38,7 @@ func SessionKey(t job.Tenant, m job.Model, s job.Session) string {
 }
 
 // Chain are the keys of the growing beginnings of a prompt, at most MostKeys, the deepest last: over the first 256 bytes, 512, and so on. They are taken over the text as the client wrote
-// it, which is what a client that sends a conversation once more sends alike: for chat the tools, which templates put first, then the messages in their order; for completions the prompt.
+// it, which is what a client that sends a conversation once more sends alike: for chat the tools, which templates put first, then the messages in their order; for responses the same; for completions the prompt.
 // Two prompts that begin alike, sent by one tenant to one model, share the keys of what they share. It is nil for what is shorter than the first block.
 func Chain(t job.Tenant, m job.Model, e job.Endpoint, body *job.Object) []string {
 	var parts [][]byte
@@ -46,6 +46,8 @@ func Chain(t job.Tenant, m job.Model, e job.Endpoint, body *job.Object) []string
 	case job.ChatCompletions:
 		// Without the closing bracket: in its place the next turn has a comma.
 		parts = [][]byte{body.Get("tools"), bytes.TrimRight(bytes.TrimSuffix(body.Get("messages"), []byte("]")), " \t\r\n")}
+	case job.Responses: // the instructions are put before the input, which is a text or a list of messages
+		parts = [][]byte{body.Get("tools"), body.Get("instructions"), bytes.TrimRight(bytes.TrimRight(body.Get("input"), `"]`), " \t\r\n")}
 	case job.Completions:
 		parts = [][]byte{bytes.TrimSuffix(body.Get("prompt"), []byte(`"`))}
 	}

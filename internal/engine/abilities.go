@@ -26,6 +26,8 @@ type Abilities struct {
 	ContinueCompletion bool
 	// Priority: the body's field priority decides what runs first, the lowest number first.
 	Priority bool
+	// CacheSalt: the body's field cache_salt keeps the KV cache of a prompt apart from that of the same prompt with another salt.
+	CacheSalt bool
 }
 
 // verdict is what is known of a model's abilities; until is when it must be asked again, zero for never.
@@ -41,7 +43,7 @@ func (e *Engine) Abilities(ctx context.Context, m job.Model) Abilities {
 	if err != nil {
 		return Abilities{}
 	}
-	known := Abilities{ContinueCompletion: s.rawPrompts}
+	known := Abilities{ContinueCompletion: s.rawPrompts, CacheSalt: s.cacheSalts}
 	if !s.mayContinue && !s.mayPrioritize {
 		return known
 	}

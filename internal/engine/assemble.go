@@ -212,6 +212,9 @@ func (a *Assembler) Body() ([]byte, error) {
 	return append(w.out, '}'), nil
 }
 
+// Begun tells whether there was any chunk.
+func (a *Assembler) Begun() bool { return a.chunks > 0 }
+
 func (a *Assembler) topRaw(key string) []byte {
 	for _, f := range a.top {
 		if f.key == key {

@@ -116,6 +116,13 @@ func (b *answerBody) Close() error {
 	return b.ReadCloser.Close()
 }
 
+// Over notes that all that matters has been read, though the body may not have ended: closing it then need not break the connection. Events does so by itself at [DONE].
+func (r *Response) Over() {
+	if body, ok := r.Body.(*answerBody); ok {
+		body.whole.Store(true)
+	}
+}
+
 // ReadAll reads the answer whole, at most MaxAnswer bytes. A cut answer is ErrUnreachable.
 func (r *Response) ReadAll() ([]byte, error) {
 	limit := r.maxAnswer

@@ -76,6 +76,8 @@ type driver struct {
 	rawPrompts bool
 	// mayContinue and mayPrioritize: a probe tells whether it does so for a model.
 	mayContinue, mayPrioritize bool
+	// cacheSalts: the body's field cache_salt keeps the KV cache of a prompt apart from that of the same prompt with another.
+	cacheSalts bool
 }
 
 // facts are what an engine tells of itself that does not change while it runs. What it does not tell is zero.
@@ -99,13 +101,14 @@ type session struct {
 	mu         sync.Mutex // guards what follows
 	known      *facts
 	abilities  map[job.Model]verdict
+	responds   map[job.Model]responds
 	slotLength job.Tokens // Ollama: the context length last seen, which it tells only while a model is loaded
 
 	probes singleflight.Group // of abilities, by model
 }
 
 func newSession(d *driver, f *facts) *session {
-	return &session{driver: d, known: f, abilities: map[job.Model]verdict{}}
+	return &session{driver: d, known: f, abilities: map[job.Model]verdict{}, responds: map[job.Model]responds{}}
 }
 
 // facts asks for them once.

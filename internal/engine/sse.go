@@ -32,8 +32,8 @@ func (r *Response) Events() iter.Seq2[Event, error] {
 				yield(Event{}, fmt.Errorf("reading the events of %s: %w", r.path, err))
 				return
 			}
-			if body, ok := r.Body.(*answerBody); ok && event.Done {
-				body.whole.Store(true)
+			if event.Done {
+				r.Over()
 			}
 			if !yield(event, nil) || event.Done {
 				return

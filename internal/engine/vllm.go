@@ -18,6 +18,7 @@ var vllm = &driver{
 	rawPrompts:    true,
 	mayContinue:   true,
 	mayPrioritize: true,
+	cacheSalts:    true,
 }
 
 func vllmLoad(m metrics, _ facts, _ Config) (l Load, missing string) {

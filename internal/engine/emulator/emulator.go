@@ -42,6 +42,8 @@ type Config struct {
 	PriorityScheduling bool
 	// NoContinuation refuses continue_final_message, as an engine does that knows no such field.
 	NoContinuation bool
+	// Responses serves /v1/responses, as newer engines do. Without it there is no such route.
+	Responses bool
 	// APIKey, if set, is asked for on /v1 routes as a bearer token.
 	APIKey string
 	// Faults are what goes wrong from the start; SetFaults changes them.

@@ -1,6 +1,7 @@
 package emulator
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 
@@ -102,7 +103,8 @@ func ParseBody(ep job.Endpoint, raw []byte) {
 	for i := range answers {
 		for k := range answers[i].ends {
 			chunk := p.appendToken(nil, i, k, 0)
-			if !json.Valid(chunk[len("data: "):]) {
+			_, data, _ := bytes.Cut(chunk, []byte("data: "))
+			if !json.Valid(data) {
 				panic("invalid chunk: " + string(chunk))
 			}
 		}

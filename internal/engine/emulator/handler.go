@@ -50,6 +50,9 @@ func (e *Emulator) routes() http.Handler {
 	metrics := promhttp.HandlerFor(e.metrics, promhttp.HandlerOpts{})
 	get("/metrics", func(w http.ResponseWriter, r *http.Request) { e.metricsPage(w, r, metrics) })
 	for _, ep := range job.Endpoints() {
+		if ep == job.Responses && !e.cfg.Responses {
+			continue
+		}
 		mux.HandleFunc(string(ep), func(w http.ResponseWriter, r *http.Request) { e.serveCall(w, r, ep) })
 	}
 	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
@@ -543,7 +546,11 @@ func (d *delivery) stream(ctx context.Context) error {
 	err := d.follow(ctx, give, flush)
 	switch {
 	case errors.Is(err, errFailed):
-		d.buf = append(append(append(d.buf, "data: "...), generationError().body()...), "\n\ndata: [DONE]\n\n"...)
+		if d.page.q.endpoint == job.Responses {
+			d.buf = d.page.appendFailure(d.buf)
+		} else {
+			d.buf = append(append(append(d.buf, "data: "...), generationError().body()...), "\n\ndata: [DONE]\n\n"...)
+		}
 	case err != nil:
 		return err
 	default:

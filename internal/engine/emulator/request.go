@@ -80,9 +80,9 @@ type prompt struct {
 
 // notTheModels are the fields that do not change what the model would say: how it is delivered, where it is cut, and who asks.
 var notTheModels = []string{
-	"add_generation_prompt", "best_of", "cache_salt", "continue_final_message", "dimensions", "echo", "encoding_format", "ignore_eos",
-	"include_stop_str_in_output", "logprobs", "max_completion_tokens", "max_tokens", "metadata", "min_tokens", "n", "priority", "request_id",
-	"return_token_ids", "session_id", "stop", "stop_token_ids", "stream", "stream_options", "top_logprobs", "user",
+	"add_generation_prompt", "background", "best_of", "cache_salt", "continue_final_message", "dimensions", "echo", "encoding_format", "ignore_eos",
+	"include_stop_str_in_output", "logprobs", "max_completion_tokens", "max_output_tokens", "max_tokens", "metadata", "min_tokens", "n", "priority", "request_id",
+	"return_token_ids", "session_id", "stop", "stop_token_ids", "store", "stream", "stream_options", "top_logprobs", "user",
 }
 
 // reader takes fields out of a body and keeps the first error.
@@ -156,6 +156,9 @@ func parse(endpoint job.Endpoint, raw []byte, salt hash) (*request, *apiError) {
 		q.readCompletion(r, seed, kv)
 	case job.Embeddings:
 		q.readEmbedding(r, seed, kv)
+	case job.Responses:
+		q.readGeneration(r)
+		q.readResponse(r, seed, kv)
 	}
 	if r.err != nil {
 		return nil, r.err
@@ -208,11 +211,16 @@ func (q *request) readGeneration(r *reader) {
 		r.fail(badRequest("n", "n must be at least 1 and at most %d, got %d.", maxChoices, q.n))
 	}
 	read(r, "max_tokens", &q.maxTokens)
-	if q.endpoint == job.ChatCompletions {
-		read(r, "max_completion_tokens", &q.maxTokens)
+	also := "max_tokens"
+	switch q.endpoint {
+	case job.ChatCompletions:
+		also = "max_completion_tokens"
+	case job.Responses:
+		also = "max_output_tokens"
 	}
+	read(r, also, &q.maxTokens)
 	read(r, "echo", &q.echo)
-	if given := r.given("max_tokens") || q.endpoint == job.ChatCompletions && r.given("max_completion_tokens"); given && q.maxTokens < 1 {
+	if given := r.given("max_tokens") || r.given(also); given && q.maxTokens < 1 {
 		r.fail(badRequest("max_tokens", "max_tokens must be at least 1, got %d.", q.maxTokens))
 	}
 	read(r, "min_tokens", &q.minTokens)
@@ -334,6 +342,12 @@ func (q *request) readChat(r *reader, seed, kv hash) {
 	if r.err != nil {
 		return
 	}
+	q.readMessages(r, messages, tools, proceed, seed, kv)
+	q.readForm(r, tools)
+}
+
+// readMessages makes the prompt of a chat. proceed: its last message, if it is the assistant's, is to be continued.
+func (q *request) readMessages(r *reader, messages, tools []json.RawMessage, proceed bool, seed, kv hash) {
 	var p prompt
 	p.salt = kv
 	for _, t := range tools {
@@ -368,7 +382,6 @@ func (q *request) readChat(r *reader, seed, kv hash) {
 	}
 	p.seed = seed.seed()
 	q.prompts = []prompt{p}
-	q.readForm(r, tools)
 }
 
 func (q *request) readCompletion(r *reader, seed, kv hash) {

@@ -53,6 +53,8 @@ type page struct {
 	// head is a chunk up to its choices; full that of a whole answer.
 	head, full   []byte
 	promptTokens int
+	// response is set if the answer is one.
+	response *responsePage
 }
 
 func newPage(q *request, answers []answer, id string, created int64, promptTokens int) *page {
@@ -71,6 +73,10 @@ func newPage(q *request, answers []answer, id string, created int64, promptToken
 		b = strconv.AppendInt(b, created, 10)
 		return appendString(append(b, `,"model":`...), []byte(q.model))
 	}
+	if q.endpoint == job.Responses {
+		p.response = newResponsePage(id, created)
+		return p
+	}
 	p.full = head(object)
 	if q.endpoint == job.ChatCompletions {
 		object = "chat.completion.chunk"
@@ -81,6 +87,9 @@ func newPage(q *request, answers []answer, id string, created int64, promptToken
 
 // appendOpening writes what a stream begins with: in a chat, each choice's role.
 func (p *page) appendOpening(b []byte) []byte {
+	if p.response != nil {
+		return p.openResponse(b)
+	}
 	if p.q.endpoint != job.ChatCompletions {
 		return b
 	}
@@ -108,6 +117,9 @@ func (p *page) closeChunk(b []byte, completionTokens int) []byte {
 
 // appendToken writes the chunk of one token of a choice. pad is the length of an unknown field that it carries.
 func (p *page) appendToken(b []byte, choice, token, pad int) []byte {
+	if p.response != nil {
+		return p.appendDeltaEvent(b, token, pad)
+	}
 	a := &p.answers[choice]
 	last := token == len(a.ends)-1
 	b = p.openChoice(b, choice)
@@ -191,6 +203,9 @@ func (p *page) appendUsage(b []byte, completionTokens int) []byte {
 
 // appendClosing writes what follows the last token: the usage, if it was asked for, and the end mark.
 func (p *page) appendClosing(b []byte) []byte {
+	if p.response != nil {
+		return p.closeResponse(b)
+	}
 	if p.q.usage {
 		b = append(append(b, p.head...), `,"choices":[],"usage":`...)
 		b = append(p.appendUsage(b, p.completionTokens()), "}}\n\n"...)
@@ -208,6 +223,9 @@ func (p *page) completionTokens() int {
 
 // appendWhole writes the answer in one piece.
 func (p *page) appendWhole(b []byte) []byte {
+	if p.response != nil {
+		return p.appendResponse(b, p.statusOf())
+	}
 	b = append(append(b, p.full...), `,"choices":[`...)
 	for i := range p.answers {
 		a := &p.answers[i]
