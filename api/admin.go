@@ -155,10 +155,28 @@ func (s *Server) modelQueue(ctx context.Context, m job.Model, backlog *results.B
 	}
 	if waiting > 0 {
 		reason := blocking(workers)
+		if info, ok := s.queueInfo(m); ok && couldRun(reason) && allLimited(&info) {
+			reason = reasonQuota
+		}
 		q.Reason = &reason
 	}
 	s.weigh(&q, backlog, waiting, workers)
 	return q, nil
+}
+
+// allLimited tells whether all that waits does so for its tenant's own limit.
+func allLimited(q *cluster.QueueInfo) bool {
+	for _, n := range q.Waiting {
+		if n > 0 {
+			return false
+		}
+	}
+	for t := range q.WaitingLines {
+		if !slices.Contains(q.Quota, t) {
+			return false
+		}
+	}
+	return len(q.Quota) > 0
 }
 
 // maxTenants bounds how many tenants are told apart.

@@ -17,6 +17,9 @@ const settleTime = 1500 * time.Millisecond
 
 // admit decides whether a new job may enter, and where it waits. j is the job but for its id and times, r its request.
 func (s *Server) admit(ctx context.Context, j *job.Job, r *request, live bool) (place, error) {
+	if c := callerOf(ctx); c != nil && !mayUse(c.identity, r.model) {
+		return place{}, noModel(r.model)
+	}
 	if err := s.queueAnswers(ctx); err != nil {
 		return place{}, err
 	}
@@ -28,7 +31,7 @@ func (s *Server) admit(ctx context.Context, j *job.Job, r *request, live bool) (
 	v := admission.View{Known: ok, Largest: known.Largest, DoneFill: s.fills.doneFill(ctx), JobsPerSecond: s.pace.of(r.model), MaxWait: s.cfg.MaxInteractiveWait}
 	switch {
 	case ok && !live:
-		s.outlook(ctx, j.Tenant, r.model, &v)
+		s.outlook(ctx, j, &v)
 	case ok && v.MaxWait > 0:
 		v.Pressure = s.pressure(r.model, now)
 	}
@@ -71,22 +74,33 @@ func (s *Server) admit(ctx context.Context, j *job.Job, r *request, live bool) (
 }
 
 // outlook fills in what is known of a model's durable stream: by the leading dispatcher's word, or, without one, by an own look.
-func (s *Server) outlook(ctx context.Context, t job.Tenant, m job.Model, v *admission.View) {
+func (s *Server) outlook(ctx context.Context, j *job.Job, v *admission.View) {
+	if c := callerOf(ctx); c != nil {
+		l := c.identity.Tenant.Limits
+		v.Limited = l.Running > 0 || l.RunningTokens > 0
+	}
 	_, v.Leader = s.leader()
-	if q, ok := s.queueInfo(m); ok {
-		v.WorkFill, v.TenantWaiting = q.WorkFill, q.WaitingLines[t]
-		for _, n := range q.Waiting {
+	var waiting map[job.Class]int
+	if q, ok := s.queueInfo(j.Model); ok {
+		v.WorkFill, v.TenantWaiting, v.Lined = q.WorkFill, q.WaitingLines[j.Tenant], q.Lines[j.Class]
+		waiting = q.Waiting
+	} else {
+		d := s.fills.depthOf(ctx, j.Model)
+		if d.MaxBytes > 0 {
+			v.WorkFill = float64(d.Bytes) / float64(d.MaxBytes)
+		}
+		v.TenantWaiting = d.TenantLanes[queue.TenantLane(j.Tenant)]
+		for l, n := range d.Lines {
+			if l.Class == j.Class {
+				v.Lined += n
+			}
+		}
+		waiting = d.Waiting
+	}
+	for c, n := range waiting {
+		if c.Rank() <= j.Class.Rank() {
 			v.Shared += n
 		}
-		return
-	}
-	d := s.fills.depthOf(ctx, m)
-	if d.MaxBytes > 0 {
-		v.WorkFill = float64(d.Bytes) / float64(d.MaxBytes)
-	}
-	v.TenantWaiting = d.TenantLanes[queue.TenantLane(t)]
-	for _, n := range d.Waiting {
-		v.Shared += n
 	}
 }
 

@@ -41,10 +41,7 @@ func (s *Server) readBody(c echo.Context) (body []byte, o *job.Object, release f
 	tooLarge := fail(http.StatusRequestEntityTooLarge, job.CodeRequestTooLarge, "The request's body is larger than the limit of %d bytes.", limit)
 	control := http.NewResponseController(c.Response().Writer)
 	if r.ContentLength > limit {
-		// The server is told that a limit was hit, by a reader that needs no byte of the body: it then reads none, and closes the connection only after the client has had time to see why.
-		server := takeBody(c.Response().Writer)
-		_, _ = http.MaxBytesReader(server, io.NopCloser(strings.NewReader("x")), 0).Read(make([]byte, 1))
-		_ = control.SetReadDeadline(time.Now().Add(restTimeout)) // of what the server reads after the answer
+		refuseBody(takeBody(c.Response().Writer), control)
 		return nil, nil, nil, tooLarge
 	}
 	giveBack := func() {} // not the named result, which an error's return sets to nil
@@ -60,25 +57,37 @@ func (s *Server) readBody(c echo.Context) (body []byte, o *job.Object, release f
 	}()
 	in := &patientReader{from: http.MaxBytesReader(takeBody(c.Response().Writer), r.Body, limit), control: control, end: time.Now().Add(bodyTimeout)}
 	buf := bytes.NewBuffer(make([]byte, 0, max(0, r.ContentLength)+bytes.MinRead))
-	_, err = buf.ReadFrom(in)
-	var over *http.MaxBytesError
-	switch {
-	case err == nil:
-		in.done()
-	case errors.As(err, &over):
-		return nil, nil, nil, tooLarge
-	case errors.Is(err, os.ErrDeadlineExceeded): // before the context, for the server takes any failure to read for the client's leave
-		c.Response().Header().Set(echo.HeaderConnection, "close") // the deadline stays: the server would read on
-		return nil, nil, nil, fail(http.StatusRequestTimeout, job.CodeInvalidValue, "The request's body came too slowly.")
-	case r.Context().Err() != nil:
-		return nil, nil, nil, context.Canceled
-	default:
-		c.Response().Header().Set(echo.HeaderConnection, "close")
-		return nil, nil, nil, invalid("", job.CodeInvalidValue, "The request's body cannot be read to its end: %v.", err)
+	if _, err = buf.ReadFrom(in); err != nil {
+		return nil, nil, nil, s.bodyFailure(c, err, tooLarge)
 	}
+	in.done()
 	body = buf.Bytes()
 	o, err = parseObject(body)
 	return body, o, giveBack, err
+}
+
+// refuseBody makes the server read nothing more of a body. The server is told that a limit was hit, by a reader that needs no byte of the body: it then closes the connection only after the client has had time to see why.
+// server is its own writer, as takeBody returns it.
+func refuseBody(server http.ResponseWriter, control *http.ResponseController) {
+	_, _ = http.MaxBytesReader(server, io.NopCloser(strings.NewReader("x")), 0).Read(make([]byte, 1))
+	_ = control.SetReadDeadline(time.Now().Add(restTimeout)) // of what the server reads after the answer
+}
+
+// bodyFailure is what a client is told whose body could not be read, for the reason err. tooLarge is what it is told of one that is too large.
+func (s *Server) bodyFailure(c echo.Context, err error, tooLarge *failure) error {
+	var over *http.MaxBytesError
+	switch {
+	case errors.As(err, &over):
+		return tooLarge
+	case errors.Is(err, os.ErrDeadlineExceeded): // before the context, for the server takes any failure to read for the client's leave
+		c.Response().Header().Set(echo.HeaderConnection, "close") // the deadline stays: the server would read on
+		return fail(http.StatusRequestTimeout, job.CodeInvalidValue, "The request's body came too slowly.")
+	case c.Request().Context().Err() != nil:
+		return context.Canceled
+	default:
+		c.Response().Header().Set(echo.HeaderConnection, "close")
+		return invalid("", job.CodeInvalidValue, "The request's body cannot be read to its end: %v.", err)
+	}
 }
 
 // makeRoom waits until the bodies held at once leave room for r's.
@@ -178,7 +187,7 @@ func parseRequest(endpoint job.Endpoint, body []byte, o *job.Object, prefix stri
 	switch endpoint {
 	case job.Completions:
 		field, list = "prompt", false
-	case job.Embeddings:
+	case job.Embeddings, job.Responses:
 		field, list = "input", false
 	}
 	switch raw := o.Get(field); {

@@ -15,6 +15,7 @@ import (
 	"github.com/labstack/echo/v4"
 
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/responses"
 	"github.com/millrace/millrace/internal/results"
 )
 
@@ -32,8 +33,15 @@ func (s *Server) complete(endpoint job.Endpoint) echo.HandlerFunc {
 			return err
 		}
 		prefer := parsePrefer(c.Request().Header)
+		background := false
+		if endpoint == job.Responses {
+			if err := s.checkResponse(c, o, r.model); err != nil {
+				return err
+			}
+			background = responses.Flag(o, "background")
+		}
 		class := job.Interactive
-		if prefer.async {
+		if prefer.async || background {
 			class = job.Standard
 		}
 		j := job.Job{
@@ -48,7 +56,7 @@ func (s *Server) complete(endpoint job.Endpoint) echo.HandlerFunc {
 		if j.Session, err = s.sessionOf(c, o); err != nil {
 			return err
 		}
-		durable := prefer.async || c.Request().Header.Get(headerKey) != ""
+		durable := prefer.async || background || c.Request().Header.Get(headerKey) != ""
 		sub := &submission{job: j, body: body, deadline: s.cfg.DefaultDeadline}
 		at, err := s.admit(c.Request().Context(), &j, r, !durable)
 		if err != nil && (!durable || !sub.refuse(err)) {
@@ -62,7 +70,12 @@ func (s *Server) complete(endpoint job.Endpoint) echo.HandlerFunc {
 		if sub.dedupe, err = dedupeOf(c, body); err != nil {
 			return err
 		}
-		sub.job.Events = r.stream
+		sub.job.Events = r.stream || background
+		if background {
+			if sub.job.Metadata, err = metadataField(o); err != nil {
+				return err
+			}
+		}
 		v, err := s.submit(c.Request().Context(), j.Tenant, sub)
 		if err != nil {
 			return err
@@ -70,6 +83,8 @@ func (s *Server) complete(endpoint job.Endpoint) echo.HandlerFunc {
 		release()
 		c.Response().Header().Set(headerJob, string(v.job.ID))
 		switch {
+		case background:
+			return s.answerBackground(c, v, r.stream)
 		case prefer.async:
 			return s.answerAsync(c, v, prefer)
 		case r.stream:
@@ -228,6 +243,9 @@ func (s *Server) await(ctx context.Context, v *view, until func(*view) bool) (*v
 func (s *Server) answerFromEvents(c echo.Context, v *view) error {
 	if !v.job.Events {
 		return s.answerFromJob(c, v)
+	}
+	if v.job.Endpoint == job.Responses {
+		return s.follow(c, v, 0, &typedReplay{s: s, c: c, fresh: true})
 	}
 	return s.follow(c, v, 0, &replay{s: s, c: c})
 }

@@ -24,6 +24,7 @@ import (
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/embedded"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/relay"
 	"github.com/millrace/millrace/internal/results"
@@ -31,6 +32,9 @@ import (
 )
 
 func TestMain(m *testing.M) {
+	if testenv.ServeApart() {
+		return
+	}
 	goleak.VerifyTestMain(
 		m, append(
 			testenv.NATSLeaves(),
@@ -143,6 +147,7 @@ type env struct {
 	results *results.Store
 	cluster *cluster.Cluster
 	relay   *relay.Relay
+	ledger  *ledger.Store
 	blobs   blob.Store
 	qc      queue.Config
 	deps    api.Deps
@@ -192,8 +197,9 @@ func newEnvOn(t testing.TB, cfg api.Config, qc queue.Config, redisURL ...string)
 	}
 	t.Cleanup(e.cluster.Close)
 	e.relay = relay.New(e.nc, log)
+	e.ledger = testenv.Ledger(t)
 	e.deps = api.Deps{
-		Queue: e.queue, Blobs: e.blobs, Results: e.results, Cluster: e.cluster, Relay: e.relay, Registerer: prometheus.NewRegistry(), Log: log, Version: "test", Process: t.Name(),
+		Queue: e.queue, Blobs: e.blobs, Results: e.results, Cluster: e.cluster, Relay: e.relay, Ledger: e.ledger, Registerer: prometheus.NewRegistry(), Log: log, Version: "test", Process: t.Name(),
 	}
 	e.startAPI(cfg)
 	return e

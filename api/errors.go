@@ -16,6 +16,7 @@ import (
 
 	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/results"
 )
@@ -82,6 +83,8 @@ func storeFailure(err error) *failure {
 		return f
 	case errors.Is(err, results.ErrUnavailable):
 		return unavailable(err, "The result store does not answer: try again later.")
+	case errors.Is(err, ledger.ErrUnavailable):
+		return unavailable(err, "The database does not answer: try again later.")
 	case errors.Is(err, queue.ErrUnavailable):
 		return unavailable(err, "The queue does not answer: try again later.")
 	case errors.Is(err, queue.ErrRefused):

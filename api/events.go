@@ -369,6 +369,8 @@ func resetData(text string) []byte { return encode(reset{text}) }
 // chunkText is the text that an engine's chunk adds to its first choice.
 func chunkText(chunk []byte) string {
 	var c struct {
+		Type    string `json:"type"` // of a response's event, whose delta is the text
+		Delta   string `json:"delta"`
 		Choices []struct {
 			Index int    `json:"index"`
 			Text  string `json:"text"`
@@ -379,6 +381,9 @@ func chunkText(chunk []byte) string {
 	}
 	if json.Unmarshal(chunk, &c) != nil {
 		return ""
+	}
+	if c.Type == "response.output_text.delta" {
+		return c.Delta
 	}
 	for _, choice := range c.Choices {
 		if choice.Index == 0 {

@@ -44,6 +44,7 @@ func Ahead(j *job.Job, p *results.Place, q *cluster.QueueInfo, mean float64) (jo
 var (
 	UntilRoom   = untilRoom
 	HashBody    = hashBody
+	HashKey     = hashKey
 	MendError   = mendError
 	ValidJSON   = validJSON
 	Chunks      = chunks

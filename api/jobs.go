@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"net/http"
 	"net/url"
-	"strconv"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -290,34 +289,6 @@ func waitParam(c echo.Context) (time.Duration, error) {
 	return min(d, maxWait), nil
 }
 
-// listObject is a page of objects.
-type listObject struct {
-	Object  string  `json:"object"`
-	Data    any     `json:"data"`
-	FirstID *string `json:"first_id"`
-	LastID  *string `json:"last_id"`
-	HasMore bool    `json:"has_more"`
-}
-
-// newList makes a page of items, whose ids are given by id.
-func newList[T any](items []T, id func(T) string, more bool) listObject {
-	l := listObject{Object: "list", Data: items, HasMore: more}
-	if items == nil {
-		l.Data = []T{}
-	}
-	if n := len(items); n > 0 {
-		first, last := id(items[0]), id(items[n-1])
-		l.FirstID, l.LastID = &first, &last
-	}
-	return l
-}
-
-// Bounds of a page.
-const (
-	defaultLimit = 20
-	maxLimit     = 100
-)
-
 // listJobs answers GET /v1/jobs: the tenant's own, newest first. The objects come without the answers' bodies, which GET /v1/jobs/{id} has.
 func (s *Server) listJobs(c echo.Context) error {
 	limit, err := limitParam(c)
@@ -356,24 +327,6 @@ func (s *Server) listJobs(c echo.Context) error {
 		objects = append(objects, s.render(v))
 	}
 	return writeJSON(c, http.StatusOK, newList(objects, func(o *jobObject) string { return string(o.ID) }, more))
-}
-
-func unknownAfter(text string) *failure {
-	return invalid("after", job.CodeInvalidValue, "after is %q: there is no such object in this list.", clip(text))
-}
-
-func limitParam(c echo.Context) (int, error) {
-	text := c.QueryParam("limit")
-	if text == "" {
-		if _, given := c.QueryParams()["limit"]; !given {
-			return defaultLimit, nil
-		}
-	}
-	n, err := strconv.Atoi(text)
-	if err != nil || n < 1 || n > maxLimit {
-		return 0, invalid("limit", job.CodeInvalidValue, "limit is %q: it must be a whole number from 1 to %d.", clip(text), maxLimit)
-	}
-	return n, nil
 }
 
 func stateNames() string {
@@ -457,20 +410,39 @@ func (s *Server) deleteJob(c echo.Context) error {
 	if err != nil {
 		return err
 	}
+	if err := s.erase(c, v); err != nil {
+		return err
+	}
+	return writeJSON(c, http.StatusOK, deletedObject{ID: id, Object: "job", Deleted: true})
+}
+
+// endNow cancels a job, and returns it ended.
+func (s *Server) endNow(ctx context.Context, v *view) (*view, error) {
+	v, err := s.cancel(ctx, v)
+	if err != nil || v.ended() {
+		return v, err
+	}
+	rec, err := s.deps.Results.Get(ctx, v.job.ID) // its worker is slow to stop: the outcome need not wait for it
+	if err != nil && !errors.Is(err, results.ErrNotFound) {
+		return nil, fmt.Errorf("reading job %s: %w", v.job.ID, err)
+	}
+	return s.endCancelled(ctx, v, rec)
+}
+
+// erase erases v's request, answer and record, and ends it before if it has not ended.
+func (s *Server) erase(c echo.Context, v *view) error {
+	id := v.job.ID
+	if v.job.InBatch() { // whose files must have each of its lines
+		f := fail(http.StatusConflict, job.CodeInvalidRequest, "Job %s is a line of the batch %s, which keeps it: delete the batch's files instead.", id, v.job.Group).at("id")
+		f.final = true
+		return f
+	}
 	// Once begun it is carried out though its client may leave.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(c.Request().Context()), 2*storeTimeout)
 	defer cancel()
-	if v, err = s.cancel(ctx, v); err != nil {
+	v, err := s.endNow(ctx, v)
+	if err != nil {
 		return err
-	}
-	if !v.ended() { // its worker is slow to stop: the outcome need not wait for it
-		rec, err := s.deps.Results.Get(ctx, id)
-		if err != nil && !errors.Is(err, results.ErrNotFound) {
-			return fmt.Errorf("reading job %s: %w", id, err)
-		}
-		if v, err = s.endCancelled(ctx, v, rec); err != nil {
-			return err
-		}
 	}
 	// Order: DONE -> objects -> record. A crash in between leaves a record whose deletion can be asked for again.
 	if err := s.deps.Queue.Erase(ctx, v.job.Tenant, v.job.Group, id); err != nil && !errors.Is(err, queue.ErrNotFound) {
@@ -488,7 +460,7 @@ func (s *Server) deleteJob(c echo.Context) error {
 		return fmt.Errorf("deleting the record of job %s: %w", id, err)
 	}
 	s.deps.Relay.Bell(id)
-	return writeJSON(c, http.StatusOK, deletedObject{ID: id, Object: "job", Deleted: true})
+	return nil
 }
 
 type deletedObject struct {

@@ -120,7 +120,7 @@ func TestCreateRefusesWhatIsWrong(t *testing.T) {
 		"no input":                 {`{"endpoint":"/v1/embeddings","body":{"model":"test/model-8b"}}`, 400, job.CodeMissingParameter, "body.input"},
 		"unknown model":            {`{"body":{"model":"nope","messages":[]}}`, 404, job.CodeModelNotFound, "body.model"},
 		"surely too long":          {jobBody(fmt.Sprintf(`{"model":%q,"messages":[{"role":"user","content":%q}]}`, model, long(16*100_001)), ""), 400, job.CodeContextLength, "body.messages"},
-		"endpoint unsupported":     {jobBody(ok, `,"endpoint":"/v1/responses"`), 400, job.CodeInvalidValue, "endpoint"},
+		"endpoint unsupported":     {jobBody(ok, `,"endpoint":"/v1/images/generations"`), 400, job.CodeInvalidValue, "endpoint"},
 		"priority unknown":         {jobBody(ok, `,"priority":"high"`), 400, job.CodeInvalidValue, "priority"},
 		"priority not a string":    {jobBody(ok, `,"priority":1`), 400, job.CodeInvalidType, "priority"},
 		"webhook":                  {jobBody(ok, `,"webhook":{"url":"https://x"}`), 400, job.CodeUnsupportedParameter, "webhook"},

@@ -39,12 +39,16 @@ var limitCodes = map[results.Scope]map[results.Unit]job.Code{
 	results.OfModel:  {results.Jobs: job.CodeModelQueuedJobs, results.Bytes: job.CodeModelQueuedBytes, results.Tokens: job.CodeModelQueuedTokens},
 }
 
-// overLimit is what the client of a job is told that would have passed a limit.
-func (s *Server) overLimit(j *job.Job, e *results.LimitError) *failure {
+// overLimit is what the client of a job is told that would have passed a limit. batched are the tokens that the tenant's batches need, by which its limit was reduced.
+func (s *Server) overLimit(j *job.Job, e *results.LimitError, batched job.Tokens) *failure {
+	if e.Scope == results.OfTenant && e.Unit == results.Tokens {
+		e.Limit += int64(batched)
+		e.Used += int64(batched)
+	}
 	whose := fmt.Sprintf("your jobs of %q", clip(string(j.Model)))
 	switch e.Scope {
 	case results.OfTenant:
-		whose = "your jobs of all models"
+		whose = fmt.Sprintf("the jobs of your tenant %s, all models together,", j.Tenant)
 	case results.OfModel:
 		whose = fmt.Sprintf("all jobs of %q", clip(string(j.Model)))
 	case results.OfQueue:

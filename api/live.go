@@ -88,6 +88,18 @@ func (s *Server) answerLive(c echo.Context, j job.Job, r *request, lane queue.La
 	j.Created, j.Expires = now, now+job.Millis(s.cfg.DefaultDeadline.Milliseconds())
 	c.Response().Header().Set(headerJob, string(j.ID))
 
+	who := identityOf(c)
+	j.APIKey = who.Key.ID
+	if err := s.allow(ctx, who, j.Expected()); err != nil {
+		s.metrics.submit("live", "refused")
+		return err
+	}
+	leave, err := s.occupy(ctx, who, &j)
+	if err != nil {
+		s.metrics.submit("live", "refused")
+		return err
+	}
+	defer leave()
 	body, err := s.putBody(ctx, &j, r.body)
 	if err != nil {
 		return err
@@ -132,7 +144,7 @@ func (s *Server) publish(ctx context.Context, lane queue.Lane, call *call) error
 func (s *Server) passOn(ctx context.Context, c echo.Context, call *call) error {
 	j := &call.message.Job
 	expires := time.Now().Add((j.Expires - s.deps.Results.Now()).Duration())
-	out := &liveAnswer{c: c, stream: j.Stream, shown: &call.shown}
+	out := &liveAnswer{c: c, stream: j.Stream, typed: j.Endpoint == job.Responses, shown: &call.shown}
 	beat := s.beat()
 	next := time.Now().Add(beat)
 	for {
@@ -240,6 +252,9 @@ const bufferWhole = 1 << 20
 // liveAnswer writes one call's answer to its client.
 type liveAnswer struct {
 	c echo.Context
+	// typed: its stream is one of a response's events, which has no [DONE]; sent counts them.
+	typed bool
+	sent  int64
 	// stream: the client asked for one. events: it gets one now, its head is sent. plain: the head of an answer in one piece is sent.
 	stream, events, plain bool
 	head                  *relay.Head
@@ -296,7 +311,7 @@ func (a *liveAnswer) end(e *relay.End) error {
 	case a.plain:
 		return nil
 	case a.streamed():
-		if a.tail.done() {
+		if a.typed || a.tail.done() {
 			return nil
 		}
 		return a.event([]byte("data: [DONE]\n\n"))
@@ -325,6 +340,10 @@ func (a *liveAnswer) fail(f *failure) error {
 		if !a.tail.atBoundary() {
 			b.WriteString("\n\n")
 		}
+		if a.typed {
+			writeTypedError(&b, f.body, a.sent)
+			return a.event(b.Bytes())
+		}
 		b.WriteString("data: ")
 		b.Write(encode(errorObject{f.body}))
 		b.WriteString("\n\n")
@@ -344,6 +363,9 @@ func (a *liveAnswer) event(data []byte) error {
 		return err
 	}
 	a.tail.add(data)
+	if a.typed {
+		a.sent += int64(bytes.Count(data, []byte("\n\n")))
+	}
 	return a.flush()
 }
 

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -31,12 +32,17 @@ const (
 func headAsGet(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Method == http.MethodHead && !strings.HasSuffix(r.URL.Path, "/events") {
-			r = r.WithContext(r.Context())
+			r = r.WithContext(context.WithValue(r.Context(), headKey{}, true))
 			r.Method = http.MethodGet
 		}
 		next.ServeHTTP(w, r)
 	})
 }
+
+type headKey struct{}
+
+// isHead tells whether the client has asked for the head alone, so that a handler need not write a long body for nobody.
+func isHead(c echo.Context) bool { return c.Request().Context().Value(headKey{}) != nil }
 
 // identify gives the request its id and its answer a writer that cuts clients which do not read.
 func (s *Server) identify(next echo.HandlerFunc) echo.HandlerFunc {

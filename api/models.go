@@ -36,8 +36,11 @@ func (s *Server) listModels(c echo.Context) error {
 	for _, k := range s.deps.Cluster.Known() {
 		known[k.Model] = k
 	}
-	models := make([]modelObject, 0, len(known))
+	models, who := make([]modelObject, 0, len(known)), identityOf(c)
 	for _, m := range slices.Sorted(maps.Keys(known)) {
+		if !mayUse(who, m) {
+			continue
+		}
 		models = append(models, newModel(known[m]))
 	}
 	return writeJSON(c, http.StatusOK, newList(models, func(m modelObject) string { return string(m.ID) }, false))
@@ -46,12 +49,15 @@ func (s *Server) listModels(c echo.Context) error {
 // getModel answers GET /v1/models/{model}.
 func (s *Server) getModel(c echo.Context) error {
 	m := job.Model(pathParam(c, "model"))
+	if !mayUse(identityOf(c), m) {
+		return noModel(m)
+	}
 	k, ok, err := s.known(c.Request().Context(), m)
 	if err != nil {
 		return err
 	}
 	if !ok {
-		return fail(http.StatusNotFound, job.CodeModelNotFound, "The model %q does not exist: no worker serves it.", clip(string(m))).at("model")
+		return noModel(m)
 	}
 	return writeJSON(c, http.StatusOK, newModel(k))
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/relay"
 	"github.com/millrace/millrace/internal/results"
@@ -30,14 +31,16 @@ type Config struct {
 	Listen string
 	// ID names this run of the process. Default a fresh one.
 	ID job.API
-	// APIKey is the key of the tenant "default", AdminKey that of operators, which opens /v1 too. "" is no key. Without APIKey everybody who reaches the address may
-	// do all, so New then refuses addresses that other machines reach, unless Insecure. With an APIKey and no AdminKey the admin routes are closed.
+	// APIKey is a key of the tenant "default" beside those of the ledger, AdminKey one of operators, which opens /v1 too. "" is no key. Without APIKey, and while the ledger has no keys, everybody who reaches the address
+	// may do all, so New then refuses addresses that other machines reach, unless Insecure. Once there is any, the admin routes open to AdminKey and to the ledger's keys of scope admin alone.
 	APIKey, AdminKey string
 	Insecure         bool
 	// MaxBody bounds a request's body in bytes. Default 32 MiB.
 	MaxBody int64
 	// MaxBodies bounds the bytes of all large bodies that are held at once while they are read and stored. Default 512 MiB, at least MaxBody.
 	MaxBodies int64
+	// MaxFile bounds an uploaded file in bytes. Default 200 MiB.
+	MaxFile int64
 	// MaxHeld bounds the calls answered on their own connection that are held at once. Default 10,000.
 	MaxHeld int
 	// KeepAlive is the longest silence on a stream; comments are sent after two thirds of it. Default 15 s.
@@ -70,7 +73,7 @@ const MaxRunTimeout = 12 * time.Hour
 func (c Config) withDefaults() Config {
 	d := Config{
 		Listen: "127.0.0.1:8080", ID: job.API(job.NewName("api_", time.Now())),
-		MaxBody: 32 << 20, MaxBodies: max(512<<20, c.MaxBody), MaxHeld: 10_000, KeepAlive: 15 * time.Second,
+		MaxBody: 32 << 20, MaxBodies: max(512<<20, c.MaxBody), MaxFile: 200 << 20, MaxHeld: 10_000, KeepAlive: 15 * time.Second,
 		DefaultDeadline: 24 * time.Hour, MaxDeadline: 7 * 24 * time.Hour, DefaultRunTimeout: time.Hour, Retention: 7 * 24 * time.Hour,
 		DrainTimeout: 30 * time.Second, WriteTimeout: time.Minute, ContinueWithin: 15 * time.Second,
 	}
@@ -80,6 +83,7 @@ func (c Config) withDefaults() Config {
 	orDefault(&d.ID, c.ID)
 	orDefault(&d.MaxBody, c.MaxBody)
 	orDefault(&d.MaxBodies, c.MaxBodies)
+	orDefault(&d.MaxFile, c.MaxFile)
 	orDefault(&d.MaxHeld, c.MaxHeld)
 	orDefault(&d.KeepAlive, c.KeepAlive)
 	orDefault(&d.DefaultDeadline, c.DefaultDeadline)
@@ -132,11 +136,10 @@ func (c Config) validate() error {
 		return fmt.Errorf("max-body is %d: it must be at least 1", c.MaxBody)
 	case c.MaxBodies < c.MaxBody:
 		return fmt.Errorf("max-bodies is %d: it must be at least max-body, %d", c.MaxBodies, c.MaxBody)
+	case c.MaxFile < 1:
+		return fmt.Errorf("max-file is %d: it must be at least 1", c.MaxFile)
 	case c.MaxHeld < 1:
 		return fmt.Errorf("max-held is %d: it must be at least 1", c.MaxHeld)
-	case c.APIKey == "" && !c.Insecure && !loopback(c.Listen):
-		return fmt.Errorf("listen is %q and no API key is configured: everybody who reaches that address could use and read everything. "+
-			"Set an API key, listen on 127.0.0.1, or say --insecure", c.Listen)
 	}
 	return nil
 }
@@ -148,6 +151,7 @@ type Deps struct {
 	Results *results.Store
 	Cluster *cluster.Cluster
 	Relay   *relay.Relay
+	Ledger  *ledger.Store
 	// Registerer may be nil.
 	Registerer prometheus.Registerer
 	Log        *slog.Logger
@@ -157,20 +161,22 @@ type Deps struct {
 
 // Server is the API role.
 type Server struct {
-	cfg              Config
-	deps             Deps
-	log              *slog.Logger
-	listener         net.Listener
-	echo             *echo.Echo
-	apiKey, adminKey secret
-	metrics          *metrics
-	bodies           *semaphore.Weighted
-	pace             *pace
-	fills            *fills
-	warmth           *warmth
-	held             held
-	publisher        publisher
-	settler          *settle.Settler
+	cfg       Config
+	deps      Deps
+	log       *slog.Logger
+	listener  net.Listener
+	echo      *echo.Echo
+	keys      *keyring
+	metrics   *metrics
+	bodies    *semaphore.Weighted
+	pace      *pace
+	fills     *fills
+	warmth    *warmth
+	held      held
+	limiter   *patience // with the result store, about limits of keys and tenants
+	occupied  occupied
+	publisher publisher
+	settler   *settle.Settler
 
 	// desk and started are set by Run before the first request is served.
 	desk    *relay.Desk
@@ -198,8 +204,13 @@ func New(cfg Config, deps Deps) (*Server, error) {
 		deps.Log = slog.New(slog.DiscardHandler)
 	}
 	s := &Server{
-		cfg: cfg, deps: deps, log: deps.Log, apiKey: newSecret(cfg.APIKey), adminKey: newSecret(cfg.AdminKey),
+		cfg: cfg, deps: deps, log: deps.Log,
 		bodies: semaphore.NewWeighted(cfg.MaxBodies), pace: newPace(), publisher: deps.Queue, closing: make(chan struct{}),
+	}
+	s.limiter = &patience{name: "result store", log: deps.Log}
+	s.keys = newKeyring(deps.Ledger, cfg, deps.Results.Now, deps.Log)
+	if err := s.checkExposure(); err != nil {
+		return nil, err
 	}
 	s.fills = newFills(deps.Queue)
 	s.warmth = &warmth{look: deps.Results.Owners, prefixes: !cfg.NoPrefixAffinity, sent: map[job.Worker]*sent{}}
@@ -242,6 +253,7 @@ func (s *Server) Run(ctx context.Context) error {
 	var background sync.WaitGroup
 	background.Go(func() { s.lookAfterHeld(serving) })
 	background.Go(func() { s.measure(serving) })
+	background.Go(func() { s.keepOccupied(serving) })
 	background.Go(func() {
 		if err := s.deps.Cluster.Announce(serving, s.heartbeat); err != nil && serving.Err() == nil {
 			s.log.Error("sending heartbeats", "err", err)
@@ -294,8 +306,13 @@ func (s *Server) routes() *echo.Echo {
 	e.POST(string(job.ChatCompletions), s.complete(job.ChatCompletions))
 	e.POST(string(job.Completions), s.complete(job.Completions))
 	e.POST(string(job.Embeddings), s.complete(job.Embeddings))
+	e.POST(string(job.Responses), s.complete(job.Responses))
+	e.GET("/v1/responses/:id", s.getResponse)
+	e.DELETE("/v1/responses/:id", s.deleteResponse)
+	e.POST("/v1/responses/:id/cancel", s.cancelResponse)
 	e.GET("/v1/models", s.listModels)
 	e.GET("/v1/models/:model", s.getModel)
+	e.GET("/v1/usage", s.ownUsage)
 
 	e.POST("/v1/jobs", s.createJob)
 	e.GET("/v1/jobs", s.listJobs)
@@ -304,9 +321,34 @@ func (s *Server) routes() *echo.Echo {
 	e.POST("/v1/jobs/:id/cancel", s.cancelJob)
 	e.GET("/v1/jobs/:id/events", s.jobEvents)
 
+	e.POST("/v1/batches", s.createBatch)
+	e.GET("/v1/batches", s.listBatches)
+	e.GET("/v1/batches/:id", s.getBatch)
+	e.POST("/v1/batches/:id/cancel", s.cancelBatch)
+	e.GET("/v1/batches/:id/results", s.batchResults)
+	e.POST("/v1/batches/:id/retry", s.retryBatch)
+
+	e.POST("/v1/files", s.createFile)
+	e.GET("/v1/files", s.listFiles)
+	e.GET("/v1/files/:id", s.getFile)
+	e.DELETE("/v1/files/:id", s.deleteFile)
+	e.GET("/v1/files/:id/content", s.fileContent)
+
 	e.GET("/admin/v1/workers", s.adminWorkers)
 	e.GET("/admin/v1/queues", s.adminQueues)
 	e.GET("/admin/v1/jobs", s.adminJobs)
+	e.GET("/admin/v1/tenants", s.listTenants)
+	e.POST("/admin/v1/tenants", s.createTenant)
+	e.GET("/admin/v1/tenants/:id", s.getTenant)
+	e.PATCH("/admin/v1/tenants/:id", s.updateTenant)
+	e.DELETE("/admin/v1/tenants/:id", s.deleteTenant)
+	e.GET("/admin/v1/keys", s.listKeys)
+	e.POST("/admin/v1/keys", s.createKey)
+	e.GET("/admin/v1/keys/:id", s.getKey)
+	e.DELETE("/admin/v1/keys/:id", s.revokeKey)
+	e.POST("/admin/v1/keys/:id/rotate", s.rotateKey)
+	e.POST("/admin/v1/keys/:id/revoke", s.revokeKey)
+	e.GET("/admin/v1/usage", s.adminUsage)
 
 	e.GET("/healthz", s.healthz)
 	e.GET("/readyz", s.readyz)

@@ -27,10 +27,12 @@ import (
 
 	"github.com/millrace/millrace/api"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/testenv"
 )
 
 func TestNewRefusesWhatIsUnsafeOrNonsense(t *testing.T) {
 	t.Parallel()
+	store := testenv.Ledger(t)
 	tests := map[string]struct {
 		cfg  api.Config
 		want string
@@ -49,7 +51,7 @@ func TestNewRefusesWhatIsUnsafeOrNonsense(t *testing.T) {
 	for name, tt := range tests {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s, err := api.New(tt.cfg, api.Deps{})
+			s, err := api.New(tt.cfg, api.Deps{Ledger: store})
 			if s != nil {
 				_ = s.Close()
 			}
@@ -76,10 +78,12 @@ func TestKeys(t *testing.T) {
 		{"/v1/nope", "", 401},
 		{"/v1/nope", "sk-tenant", 404},
 		{"/admin/v1/workers", "", 401},
-		{"/admin/v1/workers", "sk-tenant", 401},
+		{"/admin/v1/workers", "sk-tenant", 403},
 		{"/admin/v1/workers", "sk-admin", 200},
-		{"/admin/v1/queues", "sk-tenant", 401},
-		{"/admin/v1/jobs", "sk-tenant", 401},
+		{"/admin/v1/queues", "sk-tenant", 403},
+		{"/admin/v1/jobs", "sk-tenant", 403},
+		{"/admin/v1/keys", "sk-tenant", 403},
+		{"/admin/v1/nope", "sk-tenant", 403},
 		{"/healthz", "", 200},
 		{"/readyz", "", 200},
 		{"/openapi.json", "", 200},
@@ -96,6 +100,8 @@ func TestKeys(t *testing.T) {
 		switch tt.status {
 		case 401:
 			a.wantError(t, 401, job.CodeInvalidAPIKey, "")
+		case 403:
+			a.wantError(t, 403, job.CodePermissionDenied, "")
 		case 404:
 			a.wantError(t, 404, job.CodeUnknownURL, "")
 		}
@@ -108,7 +114,7 @@ func TestKeys(t *testing.T) {
 func TestAdminIsClosedWithoutAnAdminKey(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{APIKey: "sk-tenant"})
-	e.send("GET", "/admin/v1/workers", "", "Authorization: Bearer sk-tenant").wantError(t, 401, job.CodeInvalidAPIKey, "")
+	e.send("GET", "/admin/v1/workers", "", "Authorization: Bearer sk-tenant").wantError(t, 403, job.CodePermissionDenied, "")
 	e.send("GET", "/admin/v1/workers", "", "Authorization: Bearer ").wantError(t, 401, job.CodeInvalidAPIKey, "")
 }
 
@@ -118,7 +124,7 @@ func TestEveryFailureIsAnErrorObject(t *testing.T) {
 	e.server.AddRoute("/v1/panics", func(echo.Context) error { panic("a bug with a secret") })
 	e.send("GET", "/v1/nope", "").wantError(t, 404, job.CodeUnknownURL, "")
 	e.send("GET", "/", "").wantError(t, 404, job.CodeUnknownURL, "")
-	for _, path := range []string{"/v1/files", "/v1/batches", "/v1/responses", "/admin/v1/pools"} {
+	for _, path := range []string{"/v1/nope/nope", "/admin/v1/pools"} {
 		e.send("POST", path, "{}").wantError(t, 404, job.CodeUnknownURL, "")
 	}
 	a := e.send("PUT", "/v1/jobs", "{}")

@@ -13,6 +13,7 @@ import (
 	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
+	"github.com/millrace/millrace/internal/relay"
 	"github.com/millrace/millrace/internal/results"
 )
 
@@ -108,6 +109,9 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 	j := &sub.job
 	j.ID, j.Tenant, j.Created, j.Expires = job.NewID(now.Time()), t, now, now+job.Millis(sub.deadline.Milliseconds())
 	j.Key, j.BodyHash = sub.key, sub.hash
+	if c := callerOf(ctx); c != nil {
+		j.APIKey = c.identity.Key.ID
+	}
 	takenOver := false
 	if sub.key != "" {
 		earlier, held, err := s.reserve(short, t, sub)
@@ -118,6 +122,12 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 			return earlier, true, nil
 		}
 		takenOver = held
+	}
+	if c := callerOf(ctx); c != nil && sub.refusal == nil { // what repeats an earlier submit was answered above
+		var f *failure
+		if err := s.allow(ctx, c.identity, j.Expected()); errors.As(err, &f) {
+			sub.refusal = f
+		}
 	}
 	if sub.refusal != nil {
 		s.releaseKey(ctx, j, takenOver)
@@ -133,7 +143,8 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		short, cancel = context.WithTimeout(ctx, submitTimeout)
 		defer cancel()
 	}
-	accepted, err := s.deps.Results.Accept(short, j, body, s.cfg.Limits)
+	limits, batched := s.acceptLimits(ctx)
+	accepted, err := s.deps.Results.Accept(short, j, body, limits)
 	var over *results.LimitError
 	switch {
 	case accepted != nil && accepted.State != job.Accepting: // somebody else submitted the same id first
@@ -141,10 +152,10 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		return v, true, err
 	case errors.As(err, &over) && accepted != nil:
 		s.discard(ctx, j, accepted.Since, takenOver)
-		return nil, false, s.overLimit(j, over)
+		return nil, false, s.overLimit(j, over, batched)
 	case errors.As(err, &over):
 		s.withdraw(ctx, j, takenOver)
-		return nil, false, s.overLimit(j, over)
+		return nil, false, s.overLimit(j, over, batched)
 	case err != nil:
 		// It may be there or not; nothing is published, so the reconciler will remove it.
 		return nil, false, fmt.Errorf("recording job %s: %w", j.ID, err)
@@ -158,6 +169,9 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 	default:
 		// Whether it is stored is not known: the record stays accepting, a retry with the same key publishes the same id again, and the reconciler settles the rest.
 		return nil, false, fmt.Errorf("queueing job %s: %w", j.ID, err)
+	}
+	if sub.lane == queue.TenantLane(j.Tenant) {
+		s.deps.Relay.Lined(relay.Lined{Model: j.Model, Tenant: j.Tenant, Class: j.Class})
 	}
 	// The point of no return: the job is durable. If we crash here the client got no answer, the job runs, and a retry with the same key finds it.
 	record, done := context.WithTimeout(ctx, queuedTimeout)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"slices"
 	"sync"
 	"time"
 
@@ -28,6 +29,9 @@ func (s *Server) why(v *view) *queueObject {
 	var info *cluster.QueueInfo
 	if q, ok := s.queueInfo(j.Model); ok {
 		info = &q
+	}
+	if info != nil && slices.Contains(info.Quota, j.Tenant) && couldRun(o.Reason) && !j.Live() {
+		o.Reason = reasonQuota
 	}
 	mean := s.meanJob(j.Model, info)
 	before, ok := aheadOf(j, v.place, info, mean)
@@ -173,7 +177,13 @@ const (
 	reasonSaturated   = "saturated"   // every ready one is full
 	reasonLimit       = "limit"       // every ready one holds back, though its cache has room
 	reasonRetryDelay  = "retry_delay"
+	reasonQuota       = "quota" // as much of its tenant's work is with workers as may be
 )
+
+// couldRun tells whether a reason is no trouble of the workers': what else keeps a job waiting counts then.
+func couldRun(reason string) bool {
+	return reason == reasonDispatching || reason == reasonSaturated || reason == reasonLimit
+}
 
 // reason is the first thing that blocks the jobs of a model with such workers.
 func (s *Server) reason(workers []cluster.Member) string {

@@ -85,7 +85,8 @@ type Latency struct {
 	P99 float64 `json:"p99_ms"`
 }
 
-func latency(d []time.Duration) Latency {
+// LatencyOf sums up the times.
+func LatencyOf(d []time.Duration) Latency {
 	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 	return Latency{N: len(d), P50: ms(Quantile(d, 0.50)), P99: ms(Quantile(d, 0.99))}
 }

@@ -262,7 +262,7 @@ func (r *rig) interactive(ctx context.Context, cfg Config, s *stub) (Latency, er
 		}
 		all = append(all, at.Sub(sent))
 	}
-	return latency(all), nil
+	return LatencyOf(all), nil
 }
 
 // submitted measures durable jobs and, in turns with them, what the sync alone takes.
@@ -288,7 +288,7 @@ func (r *rig) submitted(ctx context.Context, cfg Config, s *stub, b *bare, v *Va
 		}
 		syncs = append(syncs, took)
 	}
-	v.Submitted, v.Accepted, v.BarePublish = latency(toEngine), latency(to202), latency(syncs)
+	v.Submitted, v.Accepted, v.BarePublish = LatencyOf(toEngine), LatencyOf(to202), LatencyOf(syncs)
 	return nil
 }
 

@@ -55,7 +55,7 @@ func measureTTFT(ctx context.Context, cfg Config) (t TTFT, err error) {
 	if err = errors.Join(err, r.close()); err != nil {
 		return t, err
 	}
-	t = TTFT{Direct: latency(direct), Through: latency(through)}
+	t = TTFT{Direct: LatencyOf(direct), Through: LatencyOf(through)}
 	t.Added = t.Through.P50 - t.Direct.P50
 	return t, nil
 }

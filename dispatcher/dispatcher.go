@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -17,6 +18,7 @@ import (
 	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/relay"
 	"github.com/millrace/millrace/internal/results"
@@ -35,13 +37,25 @@ type Config struct {
 	Reconcile time.Duration
 	// AcceptingAfter is how long a job may be in the middle of its acceptance before it is decided for its client. Default 30 s.
 	AcceptingAfter time.Duration
-	// LowWater and HighWater bound, in jobs per model and class, how full the lane that workers pull is kept from the waiting lines. Defaults 64 and 128.
-	LowWater, HighWater int
+	// FeedAhead is how much work is kept in the lane that workers pull, as a time at a model's measured throughput. What waits beyond that waits in tenants' lines and batches' files, where whose turn it is can still be decided. Default 4 s.
+	FeedAhead time.Duration
+	// FeedLeast is how many jobs are kept there at least, for a model whose throughput is not known. Default 16.
+	FeedLeast int
+	// BatchFloor is the share of FeedAhead that work of the batch class may always fill, 0 to below 1. Default 0.1; negative is none.
+	BatchFloor float64
 	// MaxDeaths is how many deaths of its worker end a job. Default 3.
 	MaxDeaths int
-	// BlobSweep is the period of looking for objects that belong to no job. Default 1 h. BlobAge is how old such an object must be: longer than a call waits on its connection, whose
+	// FileSweep is the period of removing files whose time is over. Default 1 min.
+	FileSweep time.Duration
+	// BlobSweep is the period of looking for objects that belong to no job, file or batch. Default 1 h. BlobAge is how old such an object must be: longer than a call waits on its connection, whose
 	// job cannot be looked up. Default 25 h.
 	BlobSweep, BlobAge time.Duration
+	// BatchMaxLine bounds a line of a batch's file in bytes, as the API bounds a request's body. Default 32 MiB. BatchMaxLines bounds a file's requests. Default 50,000.
+	BatchMaxLine, BatchMaxLines int64
+	// BatchRunTimeout bounds each attempt at a line. Default 1 h; at most 12 h.
+	BatchRunTimeout time.Duration
+	// BatchKeep is how long after a batch's end its lines' outcomes are kept beside its files. Default 24 h; more than BatchRunTimeout. BatchPurge is the period of looking for those that are over. Default 10 min.
+	BatchKeep, BatchPurge time.Duration
 }
 
 func (c *Config) complete() error {
@@ -55,8 +69,13 @@ func (c *Config) complete() error {
 		{"Deadlines", &c.Deadlines, 250 * time.Millisecond},
 		{"Reconcile", &c.Reconcile, 10 * time.Second},
 		{"AcceptingAfter", &c.AcceptingAfter, 30 * time.Second},
+		{"FeedAhead", &c.FeedAhead, 4 * time.Second},
+		{"FileSweep", &c.FileSweep, time.Minute},
 		{"BlobSweep", &c.BlobSweep, time.Hour},
 		{"BlobAge", &c.BlobAge, 25 * time.Hour},
+		{"BatchRunTimeout", &c.BatchRunTimeout, time.Hour},
+		{"BatchKeep", &c.BatchKeep, 24 * time.Hour},
+		{"BatchPurge", &c.BatchPurge, 10 * time.Minute},
 	} {
 		if *f.value < 0 {
 			return fmt.Errorf("dispatcher: %s is %s, which must not be negative", f.name, *f.value)
@@ -69,7 +88,7 @@ func (c *Config) complete() error {
 		name  string
 		value *int
 		def   int
-	}{{"LowWater", &c.LowWater, 64}, {"HighWater", &c.HighWater, 128}, {"MaxDeaths", &c.MaxDeaths, 3}} {
+	}{{"FeedLeast", &c.FeedLeast, 16}, {"MaxDeaths", &c.MaxDeaths, 3}} {
 		if *f.value < 0 {
 			return fmt.Errorf("dispatcher: %s is %d, which must not be negative", f.name, *f.value)
 		}
@@ -77,8 +96,23 @@ func (c *Config) complete() error {
 			*f.value = f.def
 		}
 	}
-	if c.LowWater > c.HighWater {
-		return fmt.Errorf("dispatcher: LowWater is %d, above HighWater %d", c.LowWater, c.HighWater)
+	for _, f := range []struct {
+		name  string
+		value *int64
+		def   int64
+	}{{"BatchMaxLine", &c.BatchMaxLine, 32 << 20}, {"BatchMaxLines", &c.BatchMaxLines, 50_000}} {
+		if *f.value < 0 {
+			return fmt.Errorf("dispatcher: %s is %d, which must not be negative", f.name, *f.value)
+		}
+		if *f.value == 0 {
+			*f.value = f.def
+		}
+	}
+	if c.BatchRunTimeout > 12*time.Hour || c.BatchKeep <= c.BatchRunTimeout {
+		return fmt.Errorf("dispatcher: BatchRunTimeout is %s: it must be at most 12h, and less than BatchKeep, %s", c.BatchRunTimeout, c.BatchKeep)
+	}
+	if !(c.BatchFloor < 1) {
+		return fmt.Errorf("dispatcher: BatchFloor is %v, which must be less than 1", c.BatchFloor)
 	}
 	return nil
 }
@@ -90,6 +124,7 @@ type Deps struct {
 	Results    *results.Store
 	Cluster    *cluster.Cluster
 	Relay      *relay.Relay
+	Ledger     *ledger.Store
 	Registerer prometheus.Registerer
 	Log        *slog.Logger
 	// Version and Process go into heartbeats: roles of one process share Process.
@@ -105,6 +140,9 @@ type Dispatcher struct {
 	begun   time.Time
 	settler *settle.Settler
 	metrics *metrics
+	ledger  batchLedger
+	// driver is the one of the time of leading that lasts, nil before and after.
+	driver atomic.Pointer[driver]
 
 	mu        sync.Mutex // guards what follows
 	leading   bool
@@ -117,7 +155,7 @@ func New(cfg Config, deps Deps) (*Dispatcher, error) {
 	if err := cfg.complete(); err != nil {
 		return nil, err
 	}
-	if deps.Queue == nil || deps.Blobs == nil || deps.Results == nil || deps.Cluster == nil || deps.Relay == nil || deps.Registerer == nil || deps.Log == nil {
+	if deps.Queue == nil || deps.Blobs == nil || deps.Results == nil || deps.Cluster == nil || deps.Relay == nil || deps.Ledger == nil || deps.Registerer == nil || deps.Log == nil {
 		return nil, errors.New("dispatcher: a dependency is missing")
 	}
 	m, err := newMetrics(deps.Registerer)
@@ -126,7 +164,7 @@ func New(cfg Config, deps Deps) (*Dispatcher, error) {
 	}
 	id := "dispatcher-" + strings.ToLower(rand.Text()[:12])
 	return &Dispatcher{
-		cfg: cfg, deps: deps, id: id, log: deps.Log.With("dispatcher", id), begun: time.Now(), metrics: m, following: map[string]bool{},
+		cfg: cfg, deps: deps, id: id, log: deps.Log.With("dispatcher", id), begun: time.Now(), metrics: m, ledger: deps.Ledger, following: map[string]bool{},
 		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: deps.Log},
 	}, nil
 }
@@ -166,21 +204,20 @@ func (d *Dispatcher) lead(ctx context.Context, epoch uint64) {
 	d.log.Info("leading", "epoch", epoch)
 	d.setLeading(true)
 	defer d.setLeading(false)
-	sweep := &sweeper{d: d, elected: time.Now()}
-	ended := make(chan job.Model, 256) // there may be room to feed; what does not fit is found by the feeder's own look
-	if err := d.deps.Relay.OnEnded(ctx, func(m job.Model) {
-		select {
-		case ended <- m:
-		default:
-		}
-	}); err != nil { // the feeder's own look does without
-		d.log.Warn("listening for ended jobs", "err", err)
-	}
-	feed := &feeder{d: d, ended: ended, lined: map[job.Model]bool{}, rest: map[job.Model]time.Time{}}
+	drive := newDriver(d, epoch)
+	feed := newFeeder(d, drive)
+	drive.feed, drive.tally = feed.wake, newTally(d, epoch, drive, feed.ended)
+	d.driver.Store(drive)
+	defer d.driver.Store(nil)
+	purge := &purger{d: d}
+	sweep := &sweeper{d: d, feed: feed, elected: time.Now()}
 	reconcile := &reconciler{d: d, missing: map[job.ID]bool{}}
 
 	var g sync.WaitGroup
 	g.Go(func() { d.watchDeaths(ctx) })
+	g.Go(func() { feed.run(ctx) })
+	g.Go(func() { drive.run(ctx) })
+	g.Go(func() { drive.tally.run(ctx) })
 	for _, duty := range []struct {
 		name   string
 		period time.Duration
@@ -188,11 +225,12 @@ func (d *Dispatcher) lead(ctx context.Context, epoch uint64) {
 	}{
 		{"sweep", d.cfg.Sweep, sweep.sweep},
 		{"deadlines", d.cfg.Deadlines, d.expire},
-		{"feed", feedPause, feed.feed},
 		{"rebuild", d.cfg.Sweep, d.rebuild},
 		{"reconcile", d.cfg.Reconcile, reconcile.reconcile},
 		{"holders", d.cfg.Reconcile, d.lookAtHolders},
+		{"files", d.cfg.FileSweep, d.expireFiles},
 		{"blobs", d.cfg.BlobSweep, d.sweepBlobs},
+		{"purge", d.cfg.BatchPurge, purge.purge},
 	} {
 		g.Go(func() { d.loop(ctx, duty.name, duty.period, duty.do) })
 	}

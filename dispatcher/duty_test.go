@@ -2,7 +2,6 @@ package dispatcher_test
 
 import (
 	"bytes"
-	"fmt"
 	"io"
 	"testing"
 	"time"
@@ -62,37 +61,6 @@ func TestStartedJobsKeepTheirQueueTimeoutBehindThem(t *testing.T) {
 	}
 }
 
-// TestWaitingLinesAreFedInOrder: as much as the lane `any` has room for, and more when jobs end.
-func TestWaitingLinesAreFedInOrder(t *testing.T) {
-	t.Parallel()
-	e := newEnv(t)
-	const low, high = 2, 4
-	var line []*job.Job
-	for i := range 20 {
-		line = append(line, e.submit(queue.TenantLane(job.Tenant(fmt.Sprint("t", i%2))), e.job(func(j *job.Job) { j.Tenant = job.Tenant(fmt.Sprint("t", i%2)) })))
-	}
-	cfg := quick
-	cfg.LowWater, cfg.HighWater, cfg.Sweep = low, high, time.Second
-	e.lead(cfg)
-	w := e.worker("w")
-	place := map[job.ID]int{}
-	for i, j := range line {
-		place[j.ID] = i
-	}
-	for n := range line {
-		depth, err := e.queue.Depth(t.Context(), queue.Work, model)
-		e.ok(err)
-		if waiting := depth.Waiting[job.Standard]; waiting > high {
-			t.Errorf("%d wait in the lane of all", waiting)
-		}
-		d, c := e.claim(w, job.Standard)
-		if at := place[d.Job.ID]; at < n-high || at > n+high { // what is moved side by side may change places
-			t.Errorf("number %d came as number %d", at, n)
-		}
-		e.finish(w, d, c)
-	}
-}
-
 func TestObjectsWithoutAJobAreSwept(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)
@@ -108,7 +76,7 @@ func TestObjectsWithoutAJobAreSwept(t *testing.T) {
 	o := job.Outcome{State: job.Completed, Token: c.Token, Blob: job.ResultBlob(d.Job.ID, c.Token), Finished: e.results.Now()}
 	_, err := e.queue.Settle(t.Context(), &queue.Record{Job: d.Job, Outcome: o})
 	e.ok(err)
-	keep := []string{put(job.RequestBlob(waiting.ID)), put(o.Blob), put("file-abc"), put("request/abc")}
+	keep := []string{put(job.RequestBlob(waiting.ID)), put(o.Blob), put("another"), put("request/abc")}
 	drop := []string{put(job.RequestBlob(d.Job.ID)), put(job.ResultBlob(d.Job.ID, c.Token+1)), put(job.RequestBlob(job.NewID(time.Now()))), put(job.ResultBlob(job.NewID(time.Now()), 1))}
 	there := func(name string) bool {
 		r, err := e.blobs.Get(t.Context(), name)
@@ -182,7 +150,7 @@ func TestTwoLeadersDoNoHarm(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)
 	cfg := quick
-	cfg.LowWater, cfg.HighWater = 8, 16
+	cfg.FeedLeast = 8
 	cfg.Deadlines, cfg.Sweep, cfg.Reconcile = 5*time.Millisecond, 20*time.Millisecond, 50*time.Millisecond
 	dead := e.worker("dead")
 	var held []*job.Job

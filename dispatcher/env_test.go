@@ -21,6 +21,7 @@ import (
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/embedded"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/relay"
 	"github.com/millrace/millrace/internal/results"
@@ -54,6 +55,7 @@ type parts struct {
 	cluster *cluster.Cluster
 	relay   *relay.Relay
 	blobs   blob.Store
+	ledger  *ledger.Store
 }
 
 // newEnv starts a platform on an embedded store. Deliveries that nobody answers stay away for an hour, so that only what is handed back comes again.
@@ -92,7 +94,7 @@ func (e *env) open() parts {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	p.relay = relay.New(nc, log)
-	p.queue, err = queue.Open(ctx, nc, queue.Config{WorkAckWait: time.Hour, LiveAckWait: time.Hour}, log)
+	p.queue, err = queue.Open(ctx, nc, queue.Config{WorkAckWait: time.Hour, LiveAckWait: time.Hour, WorkMaxBytes: 256 << 20, LiveMaxBytes: 16 << 20, DoneMaxBytes: 256 << 20}, log)
 	e.ok(err)
 	e.Cleanup(p.queue.Close)
 	p.cluster, err = cluster.Open(ctx, nc, cluster.Config{Beat: 200 * time.Millisecond, Silence: time.Second}, log)
@@ -103,6 +105,7 @@ func (e *env) open() parts {
 	e.Cleanup(func() { e.ok(p.results.Close()) })
 	p.blobs, err = blob.OpenDir(filepath.Join(e.dir, "blobs"))
 	e.ok(err)
+	p.ledger = testenv.OpenLedger(e, "sqlite:"+filepath.Join(e.dir, "ledger.db"))
 	return p
 }
 
@@ -180,6 +183,7 @@ type leader struct {
 	parts
 	reg  *prometheus.Registry
 	stop func()
+	cut  func() // as stop, without waiting
 }
 
 var quick = dispatcher.Config{Sweep: 100 * time.Millisecond, Deadlines: 20 * time.Millisecond, Reconcile: 200 * time.Millisecond, AcceptingAfter: 500 * time.Millisecond}
@@ -189,7 +193,7 @@ func (e *env) dispatcher(cfg dispatcher.Config) *leader {
 	l := &leader{parts: e.open(), reg: prometheus.NewRegistry()}
 	var err error
 	l.Dispatcher, err = dispatcher.New(cfg, dispatcher.Deps{
-		Queue: l.queue, Blobs: l.blobs, Results: l.results, Cluster: l.cluster, Relay: l.relay, Registerer: l.reg, Log: testenv.Log(e),
+		Queue: l.queue, Blobs: l.blobs, Results: l.results, Cluster: l.cluster, Relay: l.relay, Ledger: l.ledger, Registerer: l.reg, Log: testenv.Log(e),
 	})
 	e.ok(err)
 	return l

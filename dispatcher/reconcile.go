@@ -55,6 +55,13 @@ func (d *Dispatcher) reconcile(ctx context.Context, missing map[job.ID]bool) (li
 	for id := range absent {
 		missing[id] = true
 	}
+	if v := d.driver.Load(); v != nil {
+		if err := v.compare(ctx, present); passing(err) {
+			return nil, err
+		} else if err != nil {
+			failed = err
+		}
+	}
 	for id, m := range present {
 		if live[id] || d.young(id) {
 			continue
@@ -207,6 +214,12 @@ func (d *Dispatcher) putBack(ctx context.Context, rec *results.Record) error {
 	}
 	if over, err := d.finishEnded(ctx, j); over || err != nil {
 		return err
+	}
+	if j.InBatch() {
+		if v := d.driver.Load(); v != nil {
+			return v.putBack(ctx, rec)
+		}
+		return nil
 	}
 	var body []byte
 	if j.Blob == "" {

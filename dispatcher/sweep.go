@@ -14,6 +14,7 @@ import (
 // sweeper finds what deaths have left, whoever saw them: held sets of workers that are not there, and their lanes.
 type sweeper struct {
 	d       *Dispatcher
+	feed    *feeder
 	elected time.Time           // since when this leader watches
 	silent  map[job.Worker]bool // found silent by the last turn
 }
@@ -38,11 +39,11 @@ func (s *sweeper) sweep(ctx context.Context) error {
 		}
 	}
 	s.silent = silent
-	return d.lookAtQueues(ctx, s.elected)
+	return d.lookAtQueues(ctx, s.elected, s.feed)
 }
 
-// lookAtQueues counts every model's queue for the heartbeat, and moves what waits in workers' lanes for no good.
-func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time) error {
+// lookAtQueues counts every model's queue for the heartbeat and the feeder, and moves what waits in workers' lanes for no good.
+func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time, feed *feeder) error {
 	models, err := d.deps.Queue.Models(ctx)
 	if err != nil {
 		return fmt.Errorf("listing models: %w", err)
@@ -61,6 +62,9 @@ func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time) error 
 				return fmt.Errorf("counting the %s queue of model %s: %w", kind, m, err)
 			}
 			count(&info, kind, depth)
+			if kind == queue.Work {
+				feed.seen(&info, depth)
+			}
 			for lane := range depth.WorkerLanes {
 				if err := d.tendLane(ctx, kind, m, lane, workers[lane], elected); err != nil {
 					return err

@@ -22,10 +22,10 @@ import (
 func newBench(p *program) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "bench", Short: "Measure what Millrace costs and what it gains", Long: "Benchmarks of Millrace on this machine.",
-		Example: "  millrace bench dispatch\n  millrace bench routing --simulate",
+		Example: "  millrace bench dispatch\n  millrace bench routing --simulate\n  millrace bench batch",
 	}
 	group(cmd)
-	cmd.AddCommand(newBenchDispatch(p), newBenchRouting(p))
+	cmd.AddCommand(newBenchDispatch(p), newBenchRouting(p), newBenchBatch(p), newBenchStores(p))
 	return cmd
 }
 

@@ -87,6 +87,7 @@ The fault flags make it fail in the ways in which engines fail.`,
 	fs.IntVar(&f.DataParallel, "data-parallel", 1, "`ranks`, each with the whole KV cache and an engine core of its own")
 	fs.BoolVar(&f.PriorityScheduling, "priority-scheduling", false, "start the lowest \"priority\" first; without it one that is not 0 is refused")
 	fs.BoolVar(&f.NoContinuation, "no-continuation", false, "refuse continue_final_message, as engines do that do not know it")
+	fs.BoolVar(&f.Responses, "responses", false, "serve /v1/responses, as newer engines do")
 	fs.StringVar(&f.APIKey, "engine-api-key", "", "`key` that clients must send (default none)")
 	fs.Float64Var(&f.Faults.ErrorRate, "error-rate", 0, "`share` of calls answered 500")
 	fs.Float64Var(&f.Faults.HangRate, "hang-rate", 0, "`share` of calls that never give a token")

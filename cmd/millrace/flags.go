@@ -13,9 +13,11 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/millrace/millrace/api"
+	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/config"
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/platform"
 	"github.com/millrace/millrace/internal/results"
 	"github.com/millrace/millrace/internal/schedule"
@@ -59,6 +61,7 @@ func (c *backboneFlags) add(fs *pflag.FlagSet, nats, redis string) {
 	}
 	fs.StringVar(&c.NATSURL, "nats-url", nats, "`URL` of NATS, or several with commas"+where)
 	fs.StringVar(&c.RedisURL, "redis-url", redis, "`URL` of Redis"+where)
+	c.addBlobs(fs, nats == "")
 	fs.IntVar(&c.Queue.Replicas, "replicas", 1, "copies of each stream: 1, or 3 on a NATS cluster")
 	fs.DurationVar(&c.Queue.Retention, "retention", 7*24*time.Hour, "how long a job's answer is kept after its deadline")
 	fs.Var((*size)(&c.Queue.WorkMaxBytes), "work-max-bytes", "most `bytes` of one model's waiting jobs (default 8GiB; 2GiB in an embedded NATS)")
@@ -66,13 +69,40 @@ func (c *backboneFlags) add(fs *pflag.FlagSet, nats, redis string) {
 	fs.Var((*size)(&c.Queue.LiveMaxBytes), "live-max-bytes", "most `bytes` of one model's requests that wait on their connections, in NATS's memory (default 256MiB; 64MiB embedded)")
 }
 
+// addBlobs adds where files and other large bytes are kept.
+func (c *backboneFlags) addBlobs(fs *pflag.FlagSet, embedded bool) {
+	where := "in NATS"
+	if embedded {
+		where = "the folder of --data, or in NATS with --nats-url"
+	}
+	fs.StringVar(&c.BlobURL, "blob-url", "", "`URL` of the store for files: dir:/path on a disk that all processes share, or s3://bucket/prefix?endpoint=https://…&region=…, with AWS_ACCESS_KEY_ID and so on in the environment (default "+where+")")
+}
+
 func (c *backboneFlags) check() error {
 	c.Results.Retention = c.Queue.Retention
 	c.Version = buildVersion()
 	return errors.Join(
 		config.OneOf("replicas", strconv.Itoa(c.Queue.Replicas), "1", "3", "5"),
-		config.AtLeast("retention", c.Queue.Retention, time.Minute),
+		config.AtLeast("retention", c.Queue.Retention, time.Minute), blob.CheckURL(c.BlobURL),
 	)
+}
+
+// databaseFlags say where the database is. A worker needs none.
+type databaseFlags struct{ url string }
+
+func (c *databaseFlags) add(fs *pflag.FlagSet, or string) {
+	fs.StringVar(&c.url, "database-url", "", "`URL` of the database: postgres://user:password@host:5432/name, better set in MILLRACE_DATABASE_URL, where ps does not show it; or sqlite:/path, a file for the processes of one machine ("+or+")")
+}
+
+// check is nil if a database is named, or need not be.
+func (c *databaseFlags) check(needed bool) error {
+	switch {
+	case c.url == "" && needed:
+		return errors.New("the database is missing: name it with --database-url or in MILLRACE_DATABASE_URL")
+	case c.url == "":
+		return nil
+	}
+	return ledger.CheckURL(c.url)
 }
 
 // apiFlags are those of the API's role.
@@ -83,9 +113,10 @@ func (c *apiFlags) add(fs *pflag.FlagSet) {
 	fs.StringVar(&c.APIKey, "api-key", "", "`key` that clients must send; better set in MILLRACE_API_KEY, where ps does not show it")
 	fs.StringVar(&c.AdminKey, "admin-key", "", "`key` for /admin, which opens all else too; without one, /admin is closed to holders of --api-key")
 	fs.BoolVar(&c.Insecure, "insecure", false, "listen beyond this machine without any key")
-	c.MaxBody, c.MaxBodies = 32<<20, 512<<20
+	c.MaxBody, c.MaxBodies, c.MaxFile = 32<<20, 512<<20, 200<<20
 	fs.Var((*size)(&c.MaxBody), "max-body", "most `bytes` of one request")
 	fs.Var((*size)(&c.MaxBodies), "max-bodies", "most `bytes` of all large requests that are being read")
+	fs.Var((*size)(&c.MaxFile), "max-file", "most `bytes` of one uploaded file")
 	fs.IntVar(&c.MaxHeld, "max-held", 10_000, "most calls that wait on their connections")
 	fs.DurationVar(&c.DefaultDeadline, "default-deadline", 24*time.Hour, "total time of a job that asks for none")
 	fs.DurationVar(&c.MaxDeadline, "max-deadline", 7*24*time.Hour, "most total time that a job may ask for")
@@ -119,7 +150,7 @@ func (c *apiFlags) check() error {
 		errs = append(errs, config.AtLeast("max-queued-jobs"+suffix, a.Jobs, 0), config.AtLeast("max-queued-tokens"+suffix, a.Tokens, 0))
 	}
 	return errors.Join(append(
-		errs, config.AtLeast("max-interactive-wait", c.MaxInteractiveWait, 0), config.AtLeast("max-held", c.MaxHeld, 1), config.AtLeast("max-body", c.MaxBody, 1),
+		errs, config.AtLeast("max-interactive-wait", c.MaxInteractiveWait, 0), config.AtLeast("max-held", c.MaxHeld, 1), config.AtLeast("max-body", c.MaxBody, 1), config.AtLeast("max-file", c.MaxFile, 1),
 		config.AtLeast("max-bodies", c.MaxBodies, 1), config.AtLeast("default-deadline", c.DefaultDeadline, time.Second), config.AtLeast("max-deadline", c.MaxDeadline, time.Second),
 		config.AtLeast("default-run-timeout", c.DefaultRunTimeout, time.Second), config.AtLeast("drain-timeout", c.DrainTimeout, time.Millisecond),
 	)...)
@@ -157,7 +188,8 @@ func engineKinds() []string {
 // workerFlags are those of a worker, its engine aside.
 type workerFlags struct {
 	worker.Config
-	serve []string
+	serve     []string
+	cacheSalt bool
 }
 
 func (c *workerFlags) add(fs *pflag.FlagSet) {
@@ -168,11 +200,12 @@ func (c *workerFlags) add(fs *pflag.FlagSet) {
 	fs.IntVar(&c.FailuresInRow, "max-failures", 3, "jobs in a row whose calls fail before an engine gets no more work until a probe passes")
 	fs.DurationVar(&c.SessionTTL, "session-ttl", 30*time.Minute, "how long after its last turn a session's calls go to the worker that has it in its KV cache")
 	fs.DurationVar(&c.PrefixTTL, "prefix-ttl", 10*time.Minute, "the same for prompts without a session that begin alike")
+	fs.BoolVar(&c.cacheSalt, "cache-salt", true, "keep tenants' prompts apart in the KV cache of an engine that knows cache_salt (vLLM)")
 	fs.IntVar(&c.MaxAttempts, "max-attempts", 5, "how often a job is tried whose engine fails")
 	c.Schedule = schedule.Defaults()
 	fs.StringVar((*string)(&c.Schedule.Order), "order", string(c.Schedule.Order), "which job of a class starts first: oldest, or shortest (the predicted time, less the time waited)")
 	fs.Float64Var(&c.Schedule.Reserve, "kv-reserve", c.Schedule.Reserve, "`share` of the KV cache that is never granted")
-	fs.Float64Var(&c.Schedule.Trickle, "batch-trickle", c.Schedule.Trickle, "`share` of starts that the batch class gets while higher classes wait")
+	fs.Float64Var(&c.Schedule.Trickle, "batch-trickle", c.Schedule.Trickle, "`share` of what starts, in tokens, that the batch class gets while higher classes wait")
 	fs.Int64Var((*int64)(&c.Schedule.TokenBudget), "token-budget", int64(c.Schedule.TokenBudget), "most prompt `tokens` that are started and not yet computed")
 	fs.Int64Var((*int64)(&c.Schedule.DefaultOutput), "default-output", int64(c.Schedule.DefaultOutput), "`tokens` expected of an answer before any was seen")
 	fs.Var((*degree)(&c.TensorParallel), "tensor-parallel", "`GPUs` that share each layer of the engine's model (default what the engine tells)")
@@ -182,6 +215,7 @@ func (c *workerFlags) add(fs *pflag.FlagSet) {
 }
 
 func (c *workerFlags) check() error {
+	c.NoCacheSalt = !c.cacheSalt
 	for _, m := range c.serve {
 		c.Models = append(c.Models, job.Model(m))
 	}

@@ -16,7 +16,11 @@ import (
 	"github.com/millrace/millrace/internal/testenv"
 )
 
+// TestMain makes the test's program a millrace where it is started as one: by a command that has its roles in processes of their own.
 func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && !strings.HasPrefix(os.Args[1], "-") {
+		main()
+	}
 	goleak.VerifyTestMain(m, append(
 		testenv.NATSLeaves(),
 		// Both are of cleaners that some library starts once for a whole process.

@@ -142,10 +142,19 @@ func TestRolesWaitForTheirServers(t *testing.T) {
 	common := func(role string) []string {
 		return []string{"--nats-url", "nats://" + natsAddr, "--redis-url", redis.URL(), "--metrics-listen", health[role]}
 	}
+	database := "sqlite:" + filepath.Join(t.TempDir(), "millrace.db")
+	for _, role := range []string{"api", "dispatcher"} {
+		if r := millrace(t, map[string]string{"MILLRACE_DATABASE_URL": ""}, "", role); r.code != exitUsage || !strings.Contains(r.err, "--database-url") {
+			t.Errorf("%s without a database: %+v", role, r)
+		}
+	}
+	if r := millrace(t, map[string]string{"MILLRACE_DATABASE_URL": database}, "", "migrate"); r.code != 0 || !strings.Contains(r.out, "from version 0 to ") {
+		t.Fatalf("migrate: %+v", r)
+	}
 	roles := map[string]*background{
 		"worker":     start(t, append([]string{"worker", "--engine", "http://" + engineAddr, "--name", "w1"}, common("worker")...)...),
-		"dispatcher": start(t, append([]string{"dispatcher"}, common("dispatcher")...)...),
-		"api":        start(t, append([]string{"api", "--listen", apiAddr}, common("api")...)...),
+		"dispatcher": start(t, append([]string{"dispatcher", "--database-url", database}, common("dispatcher")...)...),
+		"api":        start(t, append([]string{"api", "--listen", apiAddr, "--database-url", database}, common("api")...)...),
 	}
 	for role, b := range roles {
 		b.err.wait(soon(t), t, "waiting for a server")

@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/millrace/millrace/dispatcher"
+	"github.com/millrace/millrace/internal/config"
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/platform"
 	"github.com/millrace/millrace/internal/telemetry"
@@ -27,21 +28,23 @@ func newAPI(p *program) *cobra.Command {
 	var (
 		proc processFlags
 		back backboneFlags
+		db   databaseFlags
 		role apiFlags
 	)
 	cmd := &cobra.Command{
 		Use: "api", Short: "The HTTP face: OpenAI routes, jobs, event streams",
-		Long: `Run the API alone. Any number may run; they share nothing but NATS and Redis.
+		Long: `Run the API alone. Any number may run; they share nothing but NATS, Redis and the
+database, whose schema ` + "`millrace migrate`" + ` makes.
 
 Without a key it listens on this machine only, unless --insecure is given.
 On SIGTERM it takes no new connections and finishes the open answers.`,
-		Example: "  millrace api --listen 0.0.0.0:8080 --nats-url nats://nats:4222 --redis-url redis://redis:6379",
+		Example: "  MILLRACE_DATABASE_URL=postgres://millrace:secret@db/millrace millrace api --listen 0.0.0.0:8080 --nats-url nats://nats:4222 --redis-url redis://redis:6379",
 		Args:    args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := role.check(); err != nil {
+			if err := errors.Join(role.check(), db.check(true)); err != nil {
 				return usageError(cmd, err)
 			}
-			role.Retention = back.Queue.Retention
+			role.Retention, back.DatabaseURL = back.Queue.Retention, db.url
 			return runRole(cmd, p, "api", &proc, &back, func(b *platform.Backbone, reg prometheus.Registerer, log *slog.Logger) (service, error) {
 				s, err := b.API(role.Config, reg, log)
 				if err != nil {
@@ -55,6 +58,7 @@ On SIGTERM it takes no new connections and finishes the open answers.`,
 	role.add(cmd.Flags())
 	addPrefixAffinity(cmd.Flags(), &role.NoPrefixAffinity)
 	back.add(cmd.Flags(), defaultNATS, defaultRedis)
+	db.add(cmd.Flags(), "required")
 	proc.add(cmd.Flags(), "info")
 	return cmd
 }
@@ -63,21 +67,30 @@ func newDispatcher(p *program) *cobra.Command {
 	var (
 		proc processFlags
 		back backboneFlags
+		db   databaseFlags
 		role dispatcher.Config
 	)
 	cmd := &cobra.Command{
 		Use: "dispatcher", Short: "Keeps waiting work moving: deadlines, dead workers, recovery",
 		Long: `Run the dispatcher alone. Any number may run: one leads, the others stand by and
 take over within seconds.`,
-		Example: "  millrace dispatcher --nats-url nats://nats:4222 --redis-url redis://redis:6379",
+		Example: "  MILLRACE_DATABASE_URL=postgres://millrace:secret@db/millrace millrace dispatcher --nats-url nats://nats:4222 --redis-url redis://redis:6379",
 		Args:    args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := errors.Join(db.check(true), checkFeed(&role), config.AtLeast("max-body", role.BatchMaxLine, 1)); err != nil {
+				return usageError(cmd, err)
+			}
+			back.DatabaseURL = db.url
 			return runRole(cmd, p, "dispatcher", &proc, &back, func(b *platform.Backbone, reg prometheus.Registerer, log *slog.Logger) (service, error) {
 				return b.Dispatcher(role, reg, log)
 			})
 		},
 	}
+	role.BatchMaxLine = 32 << 20
+	cmd.Flags().Var((*size)(&role.BatchMaxLine), "max-body", "most `bytes` of one line of a batch, as the API's of one request")
+	addFeed(cmd.Flags(), &role)
 	back.add(cmd.Flags(), defaultNATS, defaultRedis)
+	db.add(cmd.Flags(), "required")
 	proc.add(cmd.Flags(), "info")
 	return cmd
 }
@@ -175,7 +188,7 @@ func runRole(cmd *cobra.Command, p *program, name string, proc *processFlags, ba
 		if f := ready.Load(); f != nil {
 			return (*f)()
 		}
-		return errors.New("it waits for NATS and Redis")
+		return errors.New("it waits for NATS, Redis or the database")
 	}})
 	if err != nil {
 		return err

@@ -313,6 +313,7 @@ var reasons = map[string]string{
 	"no_worker":         "no worker serves this model",
 	"queue_unavailable": "the queue does not answer",
 	"retry_delay":       "it waits before another try",
+	"quota":             "the tenant's limit on running work is reached",
 }
 
 // because is a code of what keeps a job from starting, in words.

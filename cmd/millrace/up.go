@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/millrace/millrace/dispatcher"
 	"github.com/millrace/millrace/internal/client"
 	"github.com/millrace/millrace/internal/config"
 	"github.com/millrace/millrace/internal/job"
@@ -24,7 +25,9 @@ import (
 type upFlags struct {
 	proc       processFlags
 	back       backboneFlags
+	database   databaseFlags
 	api        apiFlags
+	dispatcher dispatcher.Config
 	eng        engineFlags
 	worker     workerFlags
 	emu        emulatorFlags
@@ -66,8 +69,10 @@ Jobs are kept in --data: what was accepted before a stop goes on at the next sta
 	fs.IntVar(&f.workers, "workers", 1, "how many workers, each with an emulator of its own unless --engine is given")
 	f.worker.add(fs)
 	addPrefixAffinity(fs, &f.api.NoPrefixAffinity, &f.worker.NoPrefixAffinity)
+	addFeed(fs, &f.dispatcher)
 	f.emu.add(fs)
 	f.back.add(fs, "", "")
+	f.database.add(fs, "default SQLite in --data, whose schema is kept up to date")
 	fs.StringVar(&f.natsListen, "nats-listen", "", "`address` at which the embedded NATS takes workers from elsewhere (default none)")
 	f.proc.add(fs, "warn")
 	return cmd
@@ -86,18 +91,18 @@ func (f *upFlags) check() error {
 		f.data = filepath.Join(base, "millrace")
 	}
 	return errors.Join(
-		f.back.check(), f.api.check(), f.eng.check(), f.worker.check(), f.emu.check(),
+		f.back.check(), f.database.check(false), f.api.check(), checkFeed(&f.dispatcher), f.eng.check(), f.worker.check(), f.emu.check(),
 		config.OneOf("durability", f.durability, "always", "relaxed"), config.Between("workers", f.workers, 1, 64),
 	)
 }
 
 // platform is the configuration of the whole.
 func (f *upFlags) platform() platform.Config {
-	f.api.Retention = f.back.Queue.Retention
+	f.api.Retention, f.dispatcher.BatchMaxLine = f.back.Queue.Retention, f.api.MaxBody
 	return platform.Config{
-		Dir: f.data, Relaxed: f.durability == "relaxed", NATSListen: f.natsListen, NATSURL: f.back.NATSURL, RedisURL: f.back.RedisURL,
+		Dir: f.data, Relaxed: f.durability == "relaxed", NATSListen: f.natsListen, NATSURL: f.back.NATSURL, RedisURL: f.back.RedisURL, BlobURL: f.back.BlobURL, DatabaseURL: f.database.url,
 		Workers: f.workers, Engine: f.eng.Config, Emulator: f.emu.Config,
-		API: f.api.Config, Worker: f.worker.Config, Queue: f.back.Queue, Results: f.back.Results, Version: buildVersion(),
+		API: f.api.Config, Dispatcher: f.dispatcher, Worker: f.worker.Config, Queue: f.back.Queue, Results: f.back.Results, Version: buildVersion(),
 	}
 }
 

@@ -1,4 +1,4 @@
-// Package client calls Millrace's own HTTP API: jobs, their events, and what the platform says of itself.
+// Package client calls Millrace's HTTP API: jobs and their events, files and batches, and what the platform says of itself.
 //
 // # Failure
 //
@@ -141,27 +141,35 @@ func (c *Client) do(ctx context.Context, r request, out any) error {
 		if out == nil {
 			return nil
 		}
-		raw, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
-		switch {
-		case err != nil:
-			return fmt.Errorf("reading the answer of %s: %w: %w", r.path, ErrUnreachable, err)
-		case len(raw) > maxAnswer:
-			return fmt.Errorf("the answer of %s is longer than %d bytes", r.path, maxAnswer)
-		}
-		if err := json.Unmarshal(raw, out); err != nil {
-			return fmt.Errorf("%s answered something that is not Millrace's API: %w: check the URL", c.base+r.path, err)
-		}
-		return nil
+		return c.decode(resp, r.path, out)
 	})
+}
+
+// decode reads a whole answer into out.
+func (c *Client) decode(resp *http.Response, path string, out any) error {
+	raw, err := io.ReadAll(io.LimitReader(resp.Body, maxAnswer+1))
+	switch {
+	case err != nil:
+		return fmt.Errorf("reading the answer of %s: %w: %w", path, ErrUnreachable, err)
+	case len(raw) > maxAnswer:
+		return fmt.Errorf("the answer of %s is longer than %d bytes", path, maxAnswer)
+	}
+	if err := json.Unmarshal(raw, out); err != nil {
+		return fmt.Errorf("%s answered something that is not Millrace's API: %w: check the URL", c.base+path, err)
+	}
+	return nil
 }
 
 // persist calls try until it works, fails for good, or Patience is over.
 func (c *Client) persist(ctx context.Context, again bool, try func() error) error {
-	deadline := time.Now().Add(c.cfg.Patience)
+	var deadline time.Time // from the first failure on: what is long may fail late
 	for pause := 100 * time.Millisecond; ; pause = min(2*pause, 5*time.Second) {
 		err := try()
 		if err == nil || ctx.Err() != nil {
 			return err
+		}
+		if deadline.IsZero() {
+			deadline = time.Now().Add(c.cfg.Patience)
 		}
 		wait := pause/2 + rand.N(pause)
 		var refused *Error
@@ -185,16 +193,25 @@ func (c *Client) persist(ctx context.Context, again bool, try func() error) erro
 
 // send makes one try and returns an answer below 400, whose body the caller closes.
 func (c *Client) send(ctx context.Context, r request, body []byte) (*http.Response, error) {
+	req, err := c.newRequest(ctx, r, bytes.NewReader(body))
+	if err != nil {
+		return nil, err
+	}
+	if body != nil {
+		req.Header.Set("Content-Type", "application/json")
+	}
+	return c.call(req)
+}
+
+// newRequest makes the request of one try.
+func (c *Client) newRequest(ctx context.Context, r request, body io.Reader) (*http.Request, error) {
 	u := c.base + r.path
 	if len(r.query) > 0 {
 		u += "?" + r.query.Encode()
 	}
-	req, err := http.NewRequestWithContext(ctx, r.method, u, bytes.NewReader(body))
+	req, err := http.NewRequestWithContext(ctx, r.method, u, body)
 	if err != nil {
 		return nil, fmt.Errorf("making the call %s %s: %w", r.method, u, err)
-	}
-	if body != nil {
-		req.Header.Set("Content-Type", "application/json")
 	}
 	if c.cfg.APIKey != "" {
 		req.Header.Set("Authorization", "Bearer "+c.cfg.APIKey)
@@ -205,9 +222,14 @@ func (c *Client) send(ctx context.Context, r request, body []byte) (*http.Respon
 	for name, value := range r.header {
 		req.Header.Set(name, value)
 	}
+	return req, nil
+}
+
+// call sends a request and returns an answer below 400, whose body the caller closes.
+func (c *Client) call(req *http.Request) (*http.Response, error) {
 	resp, err := c.cfg.HTTP.Do(req)
 	if err != nil {
-		if ctx.Err() != nil && errors.Is(context.Cause(ctx), context.Canceled) {
+		if ctx := req.Context(); ctx.Err() != nil && errors.Is(context.Cause(ctx), context.Canceled) {
 			return nil, fmt.Errorf("calling %s: %w", c.base, context.Canceled)
 		}
 		return nil, fmt.Errorf("calling %s: %w: %w", c.base, ErrUnreachable, err)

@@ -2,6 +2,7 @@
 package platform
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -10,6 +11,7 @@ import (
 	"net/netip"
 	"net/url"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/cenkalti/backoff/v5"
@@ -22,6 +24,7 @@ import (
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/gpu"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/relay"
 	"github.com/millrace/millrace/internal/results"
@@ -35,6 +38,13 @@ type BackboneConfig struct {
 	// NATSURL and RedisURL of the servers. InProcess, if set, is a NATS server in this process, and NATSURL is not used.
 	NATSURL, RedisURL string
 	InProcess         nats.InProcessConnProvider
+	// BlobURL says where objects are kept, as blob.Config.URL does; "" is NATS. It is the same in every process of a platform.
+	BlobURL string
+	// FilesDir, without a BlobURL, is a folder for what the API and the dispatcher alone read and write: files, and what belongs to batches. It is for a process that has the only ones of these roles, and NATS inside it: there big files
+	// would take much of its memory.
+	FilesDir string
+	// DatabaseURL names the database, as ledger.Config.URL does. Without one there is no ledger: enough for workers, not for an API or a dispatcher.
+	DatabaseURL string
 	// Queue and Results are the same in every process of a platform. Results.URL is not used.
 	Queue   queue.Config
 	Results results.Config
@@ -48,8 +58,10 @@ type Backbone struct {
 	queue   *queue.Queue
 	blobs   blob.Store
 	results *results.Store
+	ledger  *ledger.Store // nil without a database
 	cluster *cluster.Cluster
 	relay   *relay.Relay
+	log     *slog.Logger
 	version string
 	process string
 	closers []func()
@@ -58,10 +70,10 @@ type Backbone struct {
 // tryTimeout bounds one try to reach a server at start.
 const tryTimeout = 10 * time.Second
 
-// OpenBackbone connects to NATS and Redis. It waits for servers that are not there yet, saying so in the log, until ctx ends; settings that cannot work are
+// OpenBackbone connects to NATS, Redis and the database. It waits for servers that are not there yet, saying so in the log, until ctx ends; settings that cannot work are
 // an error at once.
 func OpenBackbone(ctx context.Context, cfg BackboneConfig, log *slog.Logger) (_ *Backbone, err error) {
-	b := &Backbone{version: cfg.Version, process: rand.Text()}
+	b := &Backbone{log: log, version: cfg.Version, process: rand.Text()}
 	defer func() {
 		if err != nil {
 			b.Close()
@@ -82,10 +94,19 @@ func OpenBackbone(ctx context.Context, cfg BackboneConfig, log *slog.Logger) (_ 
 	}
 	b.onClose(b.queue.Close)
 
-	if b.blobs, err = await(ctx, log, "NATS object store", cfg.NATSURL, func(ctx context.Context) (blob.Store, error) {
-		return blob.OpenJetStream(ctx, nc, max(cfg.Queue.Replicas, 1))
+	if b.blobs, err = await(ctx, log, "object store", cmp.Or(cfg.BlobURL, cfg.NATSURL), func(ctx context.Context) (blob.Store, error) {
+		s, err := blob.Open(ctx, blob.Config{URL: cfg.BlobURL, NATS: nc, Replicas: max(cfg.Queue.Replicas, 1)})
+		return s, permanentUnless(err, blob.ErrUnavailable)
 	}); err != nil {
 		return nil, fmt.Errorf("opening the object store: %w", err)
+	}
+
+	if cfg.FilesDir != "" && cfg.BlobURL == "" {
+		files, err := blob.OpenDir(cfg.FilesDir)
+		if err != nil {
+			return nil, err
+		}
+		b.blobs = blob.Split(b.blobs, files, "file-", "batchindex-")
 	}
 
 	if b.cluster, err = await(ctx, log, "NATS key-value store", cfg.NATSURL, func(ctx context.Context) (*cluster.Cluster, error) {
@@ -104,6 +125,16 @@ func OpenBackbone(ctx context.Context, cfg BackboneConfig, log *slog.Logger) (_ 
 		return nil, fmt.Errorf("opening the result store: %w", err)
 	}
 	b.onClose(func() { _ = b.results.Close() }) // nothing is buffered there
+
+	if cfg.DatabaseURL != "" {
+		if b.ledger, err = await(ctx, log, "database", cfg.DatabaseURL, func(ctx context.Context) (*ledger.Store, error) {
+			s, err := ledger.Open(ctx, ledger.Config{URL: cfg.DatabaseURL}, log)
+			return s, permanentUnless(err, ledger.ErrUnavailable)
+		}); err != nil {
+			return nil, fmt.Errorf("opening the database: %w", err)
+		}
+		b.onClose(func() { _ = b.ledger.Close() }) // what was written is committed
+	}
 
 	b.relay = relay.New(nc, log)
 	return b, nil
@@ -139,27 +170,52 @@ func (b *Backbone) Ready() error {
 type API struct {
 	*api.Server
 	backbone *Backbone
+	// away is set while the database does not answer.
+	away atomic.Bool
 }
 
-// Ready is nil while requests can be taken.
-func (a *API) Ready() error { return a.backbone.Ready() }
+// Ready is nil while requests can be taken. Without the database inference goes on, for keys that are known already, while files and batches get 503: an API that was taken
+// out of service for that would help nobody, so it is only said.
+func (a *API) Ready() error {
+	if err := a.backbone.Ready(); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), readyTimeout) // as in Backbone.Ready
+	defer cancel()
+	err := a.backbone.ledger.Ping(ctx)
+	if was := a.away.Swap(err != nil); err != nil && !was {
+		a.backbone.log.Warn("the database does not answer: files, batches and keys that are new here are refused until it does", "err", err)
+	} else if err == nil && was {
+		a.backbone.log.Info("the database answers again")
+	}
+	return nil
+}
+
+// errNoDatabase says what to do.
+var errNoDatabase = errors.New("the database is missing: name it with --database-url, as in postgres://user:password@host:5432/millrace")
 
 // API makes the API's role on this backbone.
 func (b *Backbone) API(cfg api.Config, reg prometheus.Registerer, log *slog.Logger) (*API, error) {
+	if b.ledger == nil {
+		return nil, errNoDatabase
+	}
 	s, err := api.New(cfg, api.Deps{
-		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay,
+		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay, Ledger: b.ledger,
 		Registerer: reg, Log: log.With("role", "api"), Version: b.version, Process: b.process,
 	})
 	if err != nil {
 		return nil, err
 	}
-	return &API{s, b}, nil
+	return &API{Server: s, backbone: b}, nil
 }
 
 // Dispatcher makes the dispatcher role on this backbone.
 func (b *Backbone) Dispatcher(cfg dispatcher.Config, reg prometheus.Registerer, log *slog.Logger) (*dispatcher.Dispatcher, error) {
+	if b.ledger == nil {
+		return nil, errNoDatabase
+	}
 	return dispatcher.New(cfg, dispatcher.Deps{
-		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay,
+		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay, Ledger: b.ledger,
 		Registerer: reg, Log: log.With("role", "dispatcher"), Version: b.version, Process: b.process,
 	})
 }

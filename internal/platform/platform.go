@@ -17,6 +17,7 @@ import (
 	"github.com/millrace/millrace/internal/embedded"
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/engine/emulator"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/results"
 	"github.com/millrace/millrace/worker"
@@ -24,7 +25,7 @@ import (
 
 // Config of a Platform. Zero fields get the defaults named.
 type Config struct {
-	// Dir holds the embedded queue's store. Only one process may use it at a time.
+	// Dir holds the embedded queue's store and database. Only one process may use it at a time.
 	Dir string
 	// Relaxed lets the embedded queue sync each 100 ms in place of before each 202: a power cut then loses what came in that time.
 	Relaxed bool
@@ -32,6 +33,10 @@ type Config struct {
 	NATSListen string
 	// NATSURL and RedisURL name servers to use in place of the embedded ones.
 	NATSURL, RedisURL string
+	// BlobURL says where objects are kept, as blob.Config.URL does; "" is the queue's server, and beside an embedded one the folder "files" in Dir for files and what belongs to batches.
+	BlobURL string
+	// DatabaseURL names a database to use in place of the SQLite file in Dir, as ledger.Config.URL does. Its schema must be there; that of the file in Dir is made.
+	DatabaseURL string
 	// Workers is how many, each beside an engine of its own; default 1, or one for each of Engines.
 	Workers int
 	// Engine is the engine of all workers but those that Engines names. Without a URL each has an emulator in this process, as Emulator describes it.
@@ -82,7 +87,7 @@ func New(ctx context.Context, cfg Config, reg prometheus.Registerer, log *slog.L
 		}
 	}()
 	bc := BackboneConfig{
-		Name: "millrace", NATSURL: cfg.NATSURL, RedisURL: cfg.RedisURL, Queue: cfg.Queue, Results: cfg.Results, Version: cfg.Version,
+		Name: "millrace", NATSURL: cfg.NATSURL, RedisURL: cfg.RedisURL, BlobURL: cfg.BlobURL, DatabaseURL: cfg.DatabaseURL, Queue: cfg.Queue, Results: cfg.Results, Version: cfg.Version,
 	}
 	if cfg.NATSURL == "" {
 		unlock, err := lock(cfg.Dir)
@@ -98,7 +103,7 @@ func New(ctx context.Context, cfg Config, reg prometheus.Registerer, log *slog.L
 		}
 		p.nats = server
 		p.onClose(server.Shutdown)
-		bc.InProcess = server
+		bc.InProcess, bc.FilesDir = server, filepath.Join(cfg.Dir, "files")
 		setDefault(&bc.Queue.WorkMaxBytes, embeddedWork)
 		setDefault(&bc.Queue.DoneMaxBytes, embeddedDone)
 		setDefault(&bc.Queue.LiveMaxBytes, embeddedLive)
@@ -111,6 +116,11 @@ func New(ctx context.Context, cfg Config, reg prometheus.Registerer, log *slog.L
 		p.onClose(store.Close)
 		bc.RedisURL = store.URL()
 	}
+	if cfg.DatabaseURL == "" {
+		if bc.DatabaseURL, err = ownDatabase(ctx, cfg.Dir, log); err != nil {
+			return nil, err
+		}
+	}
 	if p.backbone, err = OpenBackbone(ctx, bc, log); err != nil {
 		return nil, err
 	}
@@ -119,6 +129,18 @@ func New(ctx context.Context, cfg Config, reg prometheus.Registerer, log *slog.L
 		return nil, err
 	}
 	return p, nil
+}
+
+// ownDatabase is the URL of the database in dir, with the newest schema.
+func ownDatabase(ctx context.Context, dir string, log *slog.Logger) (string, error) {
+	if dir == "" {
+		return "", errors.New("no folder for the database is given: name one with --data, or a database with --database-url")
+	}
+	url := "sqlite:" + filepath.Join(dir, "millrace.db")
+	if _, _, err := ledger.Migrate(ctx, ledger.Config{URL: url}, log); err != nil {
+		return "", fmt.Errorf("preparing the database in %s: %w", dir, err)
+	}
+	return url, nil
 }
 
 func (p *Platform) addRoles(cfg Config, reg prometheus.Registerer, log *slog.Logger) (err error) {

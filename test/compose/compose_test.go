@@ -200,6 +200,17 @@ func TestComposeKeepsEveryJobThroughRestarts(t *testing.T) {
 		settled(t, s, accepted)
 	})
 
+	t.Run("a batch goes on over restarts of the database and the dispatcher", func(t *testing.T) {
+		const lines = 400
+		accepted += lines
+		b := batch(t, c, lines)
+		s.compose(t, "restart", "--no-deps", "--timeout=5", "postgres")
+		s.compose(t, "kill", "dispatcher")
+		s.compose(t, "start", "dispatcher")
+		ended(t, c, b, lines)
+		settled(t, s, accepted)
+	})
+
 	t.Run("what is queued survives the containers", func(t *testing.T) {
 		ids := submit(t, c, 20, 400, "down")
 		accepted += len(ids)
@@ -208,6 +219,62 @@ func TestComposeKeepsEveryJobThroughRestarts(t *testing.T) {
 		finish(t, c, ids)
 		settled(t, s, accepted)
 	})
+}
+
+// batch starts a batch of n lines.
+func batch(t *testing.T, c *client.Client, n int) *client.Batch {
+	t.Helper()
+	var lines bytes.Buffer
+	for i := range n {
+		fmt.Fprintf(&lines, `{"custom_id":"line-%d","method":"POST","url":"/v1/chat/completions","body":{"model":%q,"messages":[{"role":"user","content":"line %d"}],"max_tokens":30,"ignore_eos":true}}`+"\n", i, model, i)
+	}
+	f, err := c.Upload(t.Context(), client.Upload{Name: "in.jsonl", Content: bytes.NewReader(lines.Bytes()), Size: int64(lines.Len())})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := c.CreateBatch(t.Context(), client.NewBatch{InputFileID: f.ID, Endpoint: job.ChatCompletions, CompletionWindow: "24h"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// ended waits until a batch has ended, and fails the test unless it has an answer for each of its n lines.
+func ended(t *testing.T, c *client.Client, b *client.Batch, n int) {
+	t.Helper()
+	for deadline := time.Now().Add(3 * time.Minute); !b.Ended(); time.Sleep(500 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("batch %s has not ended after three minutes: %+v", b.ID, b)
+		}
+		now, err := c.Batch(t.Context(), b.ID)
+		if err != nil {
+			t.Fatal(err)
+		}
+		b = now
+	}
+	if b.Status != "completed" || b.OutputFileID == "" || b.RequestCounts.Completed != int64(n) {
+		t.Fatalf("batch %s ended as %+v", b.ID, b)
+	}
+	var out bytes.Buffer
+	if _, err := c.Download(t.Context(), b.OutputFileID, &out, nil); err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]bool{}
+	for line := range bytes.Lines(out.Bytes()) {
+		var l struct {
+			CustomID string `json:"custom_id"`
+		}
+		if err := json.Unmarshal(line, &l); err != nil {
+			t.Fatal(err)
+		}
+		if seen[l.CustomID] {
+			t.Errorf("%s has two answers", l.CustomID)
+		}
+		seen[l.CustomID] = true
+	}
+	if len(seen) != n {
+		t.Errorf("%d of %d lines have an answer", len(seen), n)
+	}
 }
 
 // settled fails the test unless JetStream holds one outcome for each accepted job and no waiting work.

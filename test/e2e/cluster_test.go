@@ -10,6 +10,7 @@ import (
 
 	"github.com/nats-io/nats.go"
 
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/testenv"
 )
 
@@ -22,6 +23,8 @@ type cluster struct {
 	nats     *process
 	natsAddr string
 	redis    *testenv.RedisServer
+	// database is the URL of the roles' database: a file that they share, unless a test names another before it starts the first role.
+	database string
 	http     *http.Client
 	roles    []*process
 }
@@ -39,6 +42,7 @@ func newCluster(t *testing.T) *cluster {
 func newBareCluster(t *testing.T) *cluster {
 	t.Helper()
 	c := &cluster{t: t, dir: t.TempDir(), natsAddr: freeAddr(t)}
+	c.use("sqlite:" + c.dir + "/millrace.db")
 	c.env = []string{"PATH=" + os.Getenv("PATH"), "HOME=" + c.dir, "TMPDIR=" + c.dir}
 	transport := &http.Transport{MaxIdleConnsPerHost: 64}
 	t.Cleanup(transport.CloseIdleConnections)
@@ -59,6 +63,15 @@ func newBareCluster(t *testing.T) *cluster {
 	return c
 }
 
+// use has the roles use this database, and brings its schema to the newest. It is for before the first role.
+func (c *cluster) use(database string) {
+	c.t.Helper()
+	if _, _, err := ledger.Migrate(c.t.Context(), ledger.Config{URL: database}, testenv.Log(c.t)); err != nil {
+		c.t.Fatal(err)
+	}
+	c.database = database
+}
+
 func (c *cluster) natsURL() string { return "nats://" + c.natsAddr }
 
 // role describes the process of a command that serves; args come after those that all have.
@@ -68,6 +81,9 @@ func (c *cluster) role(name, command string, args ...string) *process {
 	all := []string{program, command, "--metrics-listen", metrics, "--log-format", "json", "--log-level", "info"}
 	if command != "up" {
 		all = append(all, "--nats-url", c.natsURL(), "--redis-url", c.redis.URL())
+	}
+	if command == "api" || command == "dispatcher" {
+		all = append(all, "--database-url", c.database)
 	}
 	p := newProcess(c.t, c.dir, name, append(all, args...), c.env, func() error { return c.get200("http://" + metrics + "/readyz") })
 	p.metrics = metrics
@@ -119,12 +135,23 @@ type deployment struct {
 	dispatcher *process
 	worker     *process
 	engine     *engine
+	// beforeKill is called before killOnTheWay kills a process; nil for nothing.
+	beforeKill func(*process)
 }
 
 // deploy starts one process of each role. The engine tells no limits of its own: slots is how many calls the worker gives it at once.
 func deploy(t *testing.T, slots int, workerArgs ...string) *deployment {
 	t.Helper()
+	return deployOn(t, "sqlite", slots, workerArgs...)
+}
+
+// deployOn is deploy on a database of a kind: sqlite or postgres.
+func deployOn(t *testing.T, database string, slots int, workerArgs ...string) *deployment {
+	t.Helper()
 	c := newCluster(t)
+	if database == "postgres" {
+		c.use(testenv.Postgres(t))
+	}
 	d := &deployment{cluster: c, engine: startEngine(t)}
 	d.api = c.api("api")
 	d.dispatcher = c.dispatcher("dispatcher")

@@ -90,6 +90,7 @@ func start(t *testing.T, change ...func(*setup)) *server {
 	c.platform.Worker.Drain = time.Second
 	s.engine = emulatortest.Start(t, c.engine)
 	c.platform.Engine = engine.Config{URL: s.engine.URL}
+	c.platform.Worker.NoCacheSalt = true // what the engine gets is compared with what was sent
 	p, err := platform.New(t.Context(), c.platform, prometheus.NewRegistry(), testenv.Log(t))
 	if err != nil {
 		t.Fatal(err)

@@ -1,13 +1,35 @@
 // What openai-node makes of Millrace. Run by the Go tests beside it: node client.mjs STEPS, with BASE_URL and API_KEY. It writes one line of JSON for each
 // step: {"step", "value"} or {"step", "error"}. The tests judge.
 
-import OpenAI from "../../../examples/openai-node/node_modules/openai/index.mjs";
+import OpenAI, { toFile } from "../../../examples/openai-node/node_modules/openai/index.mjs";
 
 const model = "test/model-8b";
 const baseURL = process.env.BASE_URL + "/v1";
 const client = new OpenAI({ baseURL, apiKey: process.env.API_KEY });
 const chat = (text, max_tokens, more) => ({ model, messages: [{ role: "user", content: text }], max_tokens, ...more });
 const unchanged = { maxRetries: 0 };
+const ask = (input, max_output_tokens, more) => ({ model, input, max_output_tokens, ...more });
+
+// ended polls a response until it has ended.
+async function ended(id) {
+  for (;;) {
+    const r = await client.responses.retrieve(id, {}, { headers: { Prefer: "wait=5" } });
+    if (r.status !== "queued" && r.status !== "in_progress") return r;
+  }
+}
+
+const line = (custom_id, text, max_tokens) => JSON.stringify({ custom_id, method: "POST", url: "/v1/chat/completions", body: chat(text, max_tokens) }) + "\n";
+const upload = async (text) => await client.files.create({ file: await toFile(Buffer.from(text), "in.jsonl"), purpose: "batch" });
+const window = { endpoint: "/v1/chat/completions", completion_window: "24h" };
+
+// batchEnd polls a batch until it has ended.
+async function batchEnd(id) {
+  for (;;) {
+    const b = await client.batches.retrieve(id);
+    if (["completed", "failed", "expired", "cancelled"].includes(b.status)) return b;
+    await new Promise((resolve) => setTimeout(resolve, 20));
+  }
+}
 
 // collect reads a stream to its end.
 async function collect(stream) {
@@ -118,6 +140,127 @@ const steps = {
       content: job.result.body.choices[0].message.content,
       direct: direct.choices[0].message.content,
     };
+  },
+
+  // --- responses ---
+
+  async responses() {
+    const r = await client.responses.create(ask("[[emulator:tokens=9]] What is a <mill>?", 50));
+    return { id: r.id, status: r.status, text: r.output_text };
+  },
+  async responseStream() {
+    const runner = client.responses.stream(ask("[[emulator:tokens=9]] What is a <mill>?", 50));
+    const types = [];
+    let deltas = "";
+    runner.on("event", (e) => types.push(e.type));
+    runner.on("response.output_text.delta", (e) => {
+      deltas += e.delta;
+      if (e.snapshot !== deltas) throw new Error(`the snapshot is ${e.snapshot}, the deltas are ${deltas}`);
+    });
+    const r = await runner.finalResponse();
+    return { id: r.id, status: r.status, text: r.output_text, types, deltas };
+  },
+  async background() {
+    const first = await client.responses.create(ask("[[emulator:delay=200ms]] [[emulator:tokens=7]] Later.", 30, { background: true }));
+    const r = await ended(first.id);
+    return { id: r.id, status: r.status, text: r.output_text };
+  },
+  async backgroundStream() {
+    const stream = await client.responses.create(
+      ask("[[emulator:token-delay=10ms]] [[emulator:tokens=20]] I leave the stream.", 40, { background: true, stream: true }),
+    );
+    const seen = [];
+    for await (const e of stream) {
+      seen.push(e);
+      if (seen.length === 8) break; // which closes the connection
+    }
+    const id = seen[0].response.id;
+    const after = seen.at(-1).sequence_number;
+    for await (const e of await client.responses.retrieve(id, { stream: true, starting_after: after })) seen.push(e);
+    const deltas = seen.filter((e) => e.type === "response.output_text.delta").map((e) => e.delta);
+    const resumed = [];
+    const helper = client.responses.stream({ response_id: id, starting_after: after });
+    helper.on("event", (e) => resumed.push(e.type));
+    const r = await helper.finalResponse();
+    const whole = seen.filter((e) => e.sequence_number > after).map((e) => e.type);
+    return { id, status: r.status, text: r.output_text, deltas: deltas.join(""), numbers: seen.map((e) => e.sequence_number), whole, resumed };
+  },
+  async responseCancel() {
+    const { id } = await client.responses.create(ask("[[emulator:hang]] I am cancelled.", 50, { background: true }));
+    await client.responses.cancel(id);
+    const r = await client.responses.cancel(id);
+    return { id: r.id, status: r.status };
+  },
+  async responseDelete() {
+    const { id } = await client.responses.create(ask("[[emulator:tokens=3]] I am deleted.", 50, { background: true }));
+    await ended(id);
+    await client.responses.delete(id);
+    await client.responses.retrieve(id);
+  },
+  async responseTools() {
+    const r = await client.responses.create(
+      ask("[[emulator:tokens=3]] What is the weather in Ulm, Node?", 50, { tools: [{ type: "function", strict: false, ...tools[0].function }] }),
+    );
+    return { id: r.id, status: r.status };
+  },
+
+  // --- files and batches ---
+
+  async files() {
+    const text = line("a", "<b>&é</b>", 1) + "\r\n" + line("b", "hi", 1);
+    const file = await client.files.create({
+      file: await toFile(Buffer.from(text), "in.jsonl"),
+      purpose: "batch",
+      expires_after: { anchor: "created_at", seconds: 3600 },
+    });
+    await client.files.waitForProcessing(file.id);
+    const again = await client.files.retrieve(file.id);
+    let listed = false;
+    for await (const f of client.files.list({ purpose: "batch", limit: 3 })) listed ||= f.id === file.id;
+    const content = Buffer.from(await (await client.files.content(file.id)).arrayBuffer());
+    if (content.toString() !== text) throw new Error(`the content is ${content}`);
+    const deleted = await client.files.delete(file.id);
+    const gone = await client.files.retrieve(file.id).then(
+      () => 0,
+      (err) => err.status,
+    );
+    return { file, again, content: content.toString("latin1"), listed, deleted, gone };
+  },
+  async batch() {
+    const question = "What does Node ask?";
+    const input = await upload(line("a", question, 5) + line("bad", "[[emulator:status=400]]", 5) + line("b", "Hello from a file.", 5));
+    const created = await client.batches.create({ input_file_id: input.id, ...window, metadata: { from: "node" } });
+    const ended = await batchEnd(created.id);
+    const output = await (await client.files.content(ended.output_file_id)).text();
+    const errors = await (await client.files.content(ended.error_file_id)).text();
+    const direct = await client.chat.completions.create(chat(question, 5));
+    return { created, ended, output, errors, direct: direct.choices[0].message.content };
+  },
+  async batchCancel() {
+    const input = await upload(line("a", "[[emulator:hang]] Node cancels me.", 50));
+    const { id } = await client.batches.create({ input_file_id: input.id, ...window });
+    const first = await client.batches.cancel(id);
+    const second = await client.batches.cancel(id);
+    return { first, second, ended: await batchEnd(id) };
+  },
+  async batchPages() {
+    const ids = [];
+    for await (const b of client.batches.list({ limit: 10 })) ids.push(b.id);
+    let pages = 0;
+    for await (const _ of (await client.batches.list({ limit: 10 })).iterPages()) pages++;
+    return { ids, pages };
+  },
+  async batchOnce() {
+    return await client.batches.create({ input_file_id: "file-none", ...window });
+  },
+  async batchRefused() {
+    await client.batches.create({ input_file_id: "file-none", ...window, completion_window: "0h" });
+  },
+  async batchMissing() {
+    await client.batches.retrieve("batch_none");
+  },
+  async batchLimit() {
+    await client.batches.list({ limit: 101 });
   },
 
   // --- against a server that refuses ---
