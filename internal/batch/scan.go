@@ -441,8 +441,8 @@ func decode(raw []byte) (string, bool) {
 	if json.Unmarshal(raw, &s) != nil {
 		return "", false
 	}
-	// What cannot be decoded became U+FFFD: of those there may be no more than were written as such.
-	lower := bytes.ToLower(raw)
+	// What cannot be decoded became U+FFFD: of those there may be no more than were written as such. Behind an escaped backslash the letters are no escape.
+	lower := bytes.ToLower(bytes.ReplaceAll(raw, []byte(`\\`), nil))
 	return s, strings.Count(s, "\ufffd") <= bytes.Count(raw, []byte("\ufffd"))+bytes.Count(lower, []byte(`\ufffd`))
 }
 

@@ -118,6 +118,7 @@ func TestEachMistakeHasItsCodeAndParam(t *testing.T) {
 		"custom_id too long":           {line: chat(strings.Repeat("x", 513)), want: "1 invalid_value custom_id", says: []string{"513", "512"}},
 		"custom_id far too long":       {line: chat(strings.Repeat("\\u0041", 600)), want: "1 invalid_value custom_id", says: []string{"512"}},
 		"half a surrogate pair":        {line: chat(`a\ud800`), want: "1 invalid_value custom_id"},
+		"half a pair, a text beside":   {line: chat(`\\ufffd\ud800`), want: "1 invalid_value custom_id"},
 		"body a string":                {line: line(id, method, url, `"body":"x"`), want: "1 invalid_value body"},
 		"body null":                    {line: line(id, method, url, `"body":null`), want: "1 invalid_value body"},
 		"another endpoint":             {line: strings.Replace(chat("a"), "/v1/chat/completions", "/v1/embeddings", 1), want: "1 invalid_url url", says: []string{"/v1/embeddings", "/v1/chat/completions"}},

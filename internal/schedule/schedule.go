@@ -26,7 +26,7 @@ type Config struct {
 	// TokenBudget bounds the prompt tokens that are started and not yet computed; a longer prompt starts when none is. The default is less than engines compute in one step, so that
 	// short prompts do not share a step with long ones. An engine that computes more within 25 ms gets as much as that.
 	TokenBudget job.Tokens
-	// Trickle is the share of starts that the batch class gets while higher classes wait, 0 to 1. Negative is none.
+	// Trickle is the share of what is started, in the tokens that it is expected to need, that the batch class gets while higher classes wait, 0 to 1. Negative is none.
 	Trickle float64
 	// DefaultOutput is the answer's length expected before any was seen, in tokens.
 	DefaultOutput job.Tokens
@@ -34,7 +34,7 @@ type Config struct {
 
 // Defaults stand for the zero fields of a Config.
 func Defaults() Config {
-	return Config{Order: Oldest, Reserve: 0.03, TokenBudget: 768, Trickle: 0.05, DefaultOutput: 256}
+	return Config{Order: Oldest, Reserve: 0.03, TokenBudget: 768, Trickle: 0.1, DefaultOutput: 256}
 }
 
 // Rank is one data-parallel rank's KV cache in tokens. One job must fit in one rank.

@@ -43,6 +43,17 @@ const (
 	// quietLeast is the least silence of an engine that has work which counts as a halt, quietSteps that in expected steps.
 	quietLeast = 120 * time.Millisecond
 	quietSteps = 2.5
+	// mostTrickle bounds the batch class's share, so that the others get something, and firstPatient is what one of its jobs is taken to need, in tokens, before any was seen.
+	mostTrickle  = 0.99
+	firstPatient = 512
+	// leastReading is the least time in seconds between two readings whose difference says something of a rate.
+	leastReading = 0.1
+	// countSlack is by how small a part the engine's count of a prompt may be less than ours.
+	countSlack = 0.25
+	// countedLook is how often it is looked whether what an engine has computed since its last reading makes room.
+	countedLook = 10 * time.Millisecond
+	// linedPart: so small a part of what an engine runs may wait in it besides.
+	linedPart = 8
 	// blindStarts is how many sequences run at most while the engine's metrics cannot be read, unless more do already.
 	blindStarts = 8
 	// window is the time without trouble after which a limit that was cut grows again.
@@ -76,6 +87,9 @@ type Scheduler struct {
 	share     float64 // of what the ledger counts that the engine holds: prefixes may be shared
 	foreign   float64 // tokens that the engine holds and the ledger does not know
 	waited    int     // readings in a row with requests waiting that nothing explains
+	since     int     // sequences started since the last reading, less those ended
+	prefill   float64 // prompt tokens a second that the engine computes, over about the last second; by its counter
+	surplus   float64 // prompt tokens that it has counted and that are not yet those of a job
 	preempted bool    // preemptions rose at the last reading
 	fill      float64 // part of what may be used that is, 1 without preemptions
 
@@ -97,7 +111,9 @@ type Scheduler struct {
 
 	hand    []*Ticket
 	arrived uint64
-	credit  float64 // starts that the batch class has coming while higher ones wait
+	credit  float64 // tokens that the batch class has coming while higher ones wait; below zero it has had more
+	patient float64 // running mean of what a batch job took in tokens; what is expected of one until learned
+	learned bool
 	typical float64 // running mean of prompts in tokens
 	supply  supply
 	pulls   map[int]int
@@ -123,7 +139,9 @@ type Ticket struct {
 	ahead   float64    // prompt tokens that stood before its first token at the start, its own included
 	young   bool
 	pending bool
-	named   bool // for preemption
+	named   bool    // for preemption
+	work    float64 // tokens that it was counted with when it started
+	owed    bool    // started as what the batch class has coming: higher classes do not take it back
 }
 
 type ticketState int
@@ -168,7 +186,7 @@ func New(cfg Config) (*Scheduler, error) {
 		return nil, fmt.Errorf("schedule: DefaultOutput is %d: want 1 or more", cfg.DefaultOutput)
 	}
 	return &Scheduler{
-		cfg: cfg, lengths: newLengths(cfg.DefaultOutput), pace: newPace(), prompts: map[job.Model]float64{}, share: 1, fill: 1, typical: 256, pulls: map[int]int{},
+		cfg: cfg, lengths: newLengths(cfg.DefaultOutput), pace: newPace(), prompts: map[job.Model]float64{}, share: 1, fill: 1, typical: 256, patient: firstPatient, pulls: map[int]int{},
 	}, nil
 }
 
@@ -188,12 +206,59 @@ func (s *Scheduler) Observe(now time.Time, r Reading) {
 			s.pace.tick(now.Sub(s.readAt).Seconds() * float64(r.Running+s.last.Running) / 2 / float64(d))
 		}
 	}
-	if d := r.PromptTokens - s.last.PromptTokens; progress && s.last.PromptTokens >= 0 && d > 0 {
-		s.pace.prefilled(float64(d), now.Sub(s.readAt).Seconds())
-	}
+	s.countPrompts(now, r)
 	s.reconcile(r)
 	s.brake(now, r)
-	s.last, s.read, s.blind, s.readAt = r, true, false, now
+	s.last, s.read, s.blind, s.readAt, s.since = r, true, false, now, 0
+}
+
+// countPrompts follows the engine's counter of prompt tokens: it tells of prompts that nobody sees computed, those of jobs without a stream, which of them are. The oldest are computed first. What has run for longer than
+// that takes in an engine in which nothing waits is computed too, whatever the counter says, as it may leave out what was cached.
+func (s *Scheduler) countPrompts(now time.Time, r Reading) {
+	dt := now.Sub(s.readAt).Seconds()
+	if r.PromptTokens < 0 || !s.read || s.blind || s.last.PromptTokens < 0 {
+		s.prefill, s.surplus = 0, 0
+		return
+	}
+	d := float64(max(0, r.PromptTokens-s.last.PromptTokens))
+	if dt >= leastReading { // of two readings right after each other the first one was late
+		if d > 0 {
+			s.pace.prefilled(d, dt)
+		}
+		if len(s.running) > 0 {
+			s.prefill = max(d/dt, s.prefill+(d/dt-s.prefill)*(1-math.Exp(-dt)))
+		}
+	}
+	s.surplus = max(0, s.surplus+d)
+	_, each := s.pace.line()
+	for _, t := range s.running {
+		if t.Ask.Streams || !t.pending {
+			continue
+		}
+		if p := float64(t.prompt); s.surplus >= p*(1-countSlack) {
+			s.surplus = max(0, s.surplus-p)
+		} else if r.Waiting > 0 || now.Sub(t.started) < seconds(leastReading+2*each*p) {
+			break
+		}
+		s.computed(now, t)
+	}
+	if s.pending == 0 {
+		s.surplus = 0
+	}
+}
+
+// counted tells whether the engine's own counter says which prompts are computed.
+func (s *Scheduler) counted() bool { return s.read && !s.blind && s.last.PromptTokens >= 0 }
+
+// lined is how many requests may wait inside an engine that runs so many: enough that none of its places stays empty until the next reading.
+func lined(running int) int { return running / linedPart }
+
+// lineRoom is how many sequences more may be sent to an engine in which requests wait: it has no places left, whatever room its cache has, and prompts that nobody sees computed may stand in that line too.
+func (s *Scheduler) lineRoom() int {
+	if s.blind || s.last.Waiting <= 0 || s.last.Running < 4*linedPart { // where few run, the brake is soon enough
+		return math.MaxInt32
+	}
+	return lined(s.last.Running) - s.last.Waiting - s.since
 }
 
 // tells reports whether the engine counts its tokens.
@@ -234,7 +299,7 @@ func (s *Scheduler) brake(now time.Time, r Reading) {
 				}
 			}
 		}
-		unexplained = r.Waiting > own || now.Sub(oldest) > fresh+seconds(2*s.pace.first(float64(s.pending)))
+		unexplained = r.Waiting > own+lined(r.Running) || own > 0 && now.Sub(oldest) > fresh+seconds(2*s.pace.first(float64(s.pending)))
 	}
 	if unexplained {
 		s.waited++
@@ -313,7 +378,7 @@ func (s *Scheduler) settle(now time.Time) {
 		if t.young && now.Sub(t.started) >= fresh {
 			s.matured(t)
 		}
-		if t.pending && !t.Ask.Streams && !now.Before(t.due) {
+		if t.pending && !t.Ask.Streams && !s.counted() && !now.Before(t.due) {
 			s.computed(now, t)
 		}
 	}
@@ -343,6 +408,13 @@ func (s *Scheduler) computed(now time.Time, t *Ticket) {
 func (s *Scheduler) ahead(now time.Time) job.Tokens {
 	for _, t := range s.running {
 		if t.pending {
+			if !t.Ask.Streams && s.counted() { // as it went on before the last reading
+				done := s.prefill * min(now.Sub(s.readAt), fresh).Seconds()
+				if s.last.Waiting == 0 { // it keeps up with what it gets, and may with more
+					done *= 2
+				}
+				return s.pending - job.Tokens(min(done, float64(s.pending)))
+			}
 			base, each := s.pace.line()
 			done := (now.Sub(maxTime(t.started, s.computedAt)).Seconds() - base) / each
 			return s.pending - job.Tokens(min(max(done, 0), computedPart*float64(s.pending)))
@@ -439,7 +511,7 @@ func (s *Scheduler) fits(now time.Time, t *Ticket) bool {
 	if len(s.running) == 0 {
 		return true
 	}
-	if n := s.bound(); n > 0 && s.seqs+t.seqs > n {
+	if n := s.bound(); n > 0 && s.seqs+t.seqs > n || s.lineRoom() < 1 {
 		return false
 	}
 	if s.oversized(t) && !slices.ContainsFunc(s.running, s.oversized) {
@@ -577,8 +649,8 @@ func (s *Scheduler) Start(now time.Time) (started []*Ticket, next time.Time) {
 		s.sort(now)
 	}
 	for len(s.hand) > 0 && !s.quiet(now) {
-		i := 0
-		if s.due() {
+		i, due := 0, s.due()
+		if due {
 			if b := slices.IndexFunc(s.hand, func(t *Ticket) bool { return t.Ask.Class == job.Batch }); b >= 0 && s.fits(now, s.hand[b]) {
 				i = b
 			}
@@ -588,6 +660,7 @@ func (s *Scheduler) Start(now time.Time) (started []*Ticket, next time.Time) {
 			break
 		}
 		s.hand = slices.Delete(s.hand, i, i+1)
+		t.owed = due && t.Ask.Class == job.Batch
 		s.begin(now, t)
 		started = append(started, t)
 	}
@@ -595,7 +668,7 @@ func (s *Scheduler) Start(now time.Time) (started []*Ticket, next time.Time) {
 }
 
 // due tells whether the batch class has a start coming.
-func (s *Scheduler) due() bool { return s.credit >= 1 }
+func (s *Scheduler) due() bool { return s.credit >= s.patient }
 
 // Due tells whether the batch class has a start coming.
 func (s *Scheduler) Due() bool { return s.due() }
@@ -618,7 +691,10 @@ func (s *Scheduler) next(now time.Time) (next time.Time) {
 	}
 	for _, t := range s.running {
 		if t.pending && !t.Ask.Streams {
-			sooner(t.due)
+			if sooner(t.due); s.counted() {
+				sooner(now.Add(countedLook))
+				break
+			}
 		}
 	}
 	if s.hand[0].Ask.Class == job.Interactive {
@@ -635,13 +711,7 @@ func (s *Scheduler) begin(now time.Time, t *Ticket) {
 	if len(s.running) == 0 {
 		s.alive, s.doneAt = now, now
 	}
-	if s.cfg.Trickle > 0 {
-		if t.Ask.Class == job.Batch {
-			s.credit = max(0, s.credit-1)
-		} else {
-			s.credit = min(2, s.credit+s.cfg.Trickle)
-		}
-	}
+	s.trickle(t)
 	_, t.rank = s.freeRank()
 	t.state, t.started, t.last = running, now, now
 	t.ahead = float64(s.pending + t.prompt)
@@ -651,9 +721,38 @@ func (s *Scheduler) begin(now time.Time, t *Ticket) {
 	t.due = s.doneAt
 	s.running = append(s.running, t)
 	s.seqs += t.seqs
+	s.since += t.seqs
 	s.held += t.prompt
 	s.young += t.prompt
 	s.pending += t.prompt
+}
+
+// trickle counts what starts for the batch class's share, by what it is expected to need; account corrects that when it has ended. What the class has coming is bounded by two of its jobs; what it gets beyond that, because there is
+// room, costs it nothing.
+func (s *Scheduler) trickle(t *Ticket) {
+	t.work = float64(t.prompt) + float64(t.expects)*float64(t.seqs)
+	switch {
+	case t.Ask.Class != job.Batch:
+	case s.learned: // counted as too little it would be followed by more at once, and then by none for long
+		t.work = max(t.work, s.patient)
+	default:
+		s.patient = t.work
+	}
+	s.account(t, t.work)
+	if t.Ask.Class == job.Batch && !t.owed {
+		s.credit = max(min(s.credit, 0), s.credit-t.work)
+	}
+}
+
+// account counts work more, or less, of a job that has started.
+func (s *Scheduler) account(t *Ticket, work float64) {
+	switch share := min(s.cfg.Trickle, mostTrickle); {
+	case share <= 0:
+	case t.Ask.Class != job.Batch:
+		s.credit = min(max(s.credit, 2*s.patient), s.credit+work*share/(1-share))
+	case t.owed:
+		s.credit -= work
+	}
 }
 
 // Preempt names the running jobs of the batch class that are to be given back now, youngest first, because an interactive job in hand finds no room. Each is named once; it
@@ -695,7 +794,9 @@ func (s *Scheduler) Preempt(now time.Time) (named []*Ticket) {
 }
 
 // yields tells whether a running job may be given back for an interactive one.
-func (t *Ticket) yields() bool { return t.Preemptible && t.Ask.Class == job.Batch && !t.named }
+func (t *Ticket) yields() bool {
+	return t.Preemptible && t.Ask.Class == job.Batch && !t.named && !t.owed
+}
 
 // Return takes from the hand what other workers shall have: all of it while the engine has halted, but for what waits for this worker alone.
 func (s *Scheduler) Return(now time.Time) (back []*Ticket) {
@@ -752,6 +853,7 @@ func (s *Scheduler) First(now time.Time, t *Ticket) {
 		return
 	}
 	s.alive = now
+	s.surplus -= float64(t.prompt)
 	s.computed(now, t)
 	s.matured(t)
 	s.pace.sample(t.ahead, now.Sub(t.started).Seconds())
@@ -777,16 +879,20 @@ func (s *Scheduler) End(now time.Time, t *Ticket, r Result) {
 	if t.state != running {
 		return
 	}
-	if r.Completed && !t.Ask.Streams {
+	if r.Completed && !t.Ask.Streams && !s.counted() {
 		s.unseen(t, now.Sub(t.started).Seconds(), float64(max(1, r.Output)))
 	}
 	s.settle(now)
 	s.matured(t)
+	if t.pending {
+		s.surplus -= float64(t.prompt)
+	}
 	s.computed(now, t)
 	t.state = over
 	i := slices.Index(s.running, t)
 	s.running = slices.Delete(s.running, i, i+1)
 	s.seqs -= t.seqs
+	s.since -= t.seqs
 	s.held -= t.prompt + t.grown
 	// What was not seen growing stood in foreign; where nothing runs any more it was all ours.
 	s.foreign = max(0, s.foreign-float64(max(0, r.Output-t.grown)))
@@ -812,6 +918,13 @@ func (s *Scheduler) unseen(t *Ticket, total, n float64) {
 
 // learn takes in how long prompt and answer were.
 func (s *Scheduler) learn(t *Ticket, r Result) {
+	if took := float64(r.Prompt + r.Output); r.Completed && took > 0 {
+		s.account(t, took-t.work)
+		if t.Ask.Class == job.Batch {
+			s.patient += (took - s.patient) / 16
+			s.learned = true
+		}
+	}
 	if r.Prompt > 0 && t.Ask.Cost.Prompt > 0 {
 		f, known := s.prompts[t.Ask.Model]
 		got := min(8, max(0.05, float64(r.Prompt)/float64(t.Ask.Cost.Prompt)))
@@ -886,6 +999,12 @@ func (s *Scheduler) Pull(now time.Time, class int) Wish {
 	if n := s.supply.onTheWay(now); n > wish.Batch {
 		wish.Batch = max(wish.Batch, min(n, room-others, maxBatch))
 	}
+	if batch && !s.holdsHigher() { // nobody waits for a first token: what counts is that the engine is never short of work, however long a pull takes
+		wish.Batch = max(wish.Batch, min(room-others, maxBatch))
+	}
+	if batch && s.due() { // more than it has coming would stand in hand in higher classes' way
+		wish.Batch = 1
+	}
 	return wish
 }
 
@@ -897,6 +1016,12 @@ func (s *Scheduler) Took(d time.Duration) { s.supply.took(d) }
 
 // Pulled notes that a consumer's pull has ended.
 func (s *Scheduler) Pulled(consumer int) { delete(s.pulls, consumer) }
+
+// holdsHigher tells whether anything runs, or is in hand, of a class above batch.
+func (s *Scheduler) holdsHigher() bool {
+	higher := func(t *Ticket) bool { return t.Ask.Class != job.Batch }
+	return slices.ContainsFunc(s.running, higher) || slices.ContainsFunc(s.hand, higher)
+}
 
 // holds tells whether a job of that class is in hand.
 func (s *Scheduler) holds(c job.Class) bool {
@@ -915,6 +1040,7 @@ func (s *Scheduler) room(now time.Time, typical float64) int {
 	if n := s.bound(); n > 0 {
 		room = min(room, float64(n-s.seqs))
 	}
+	room = min(room, float64(s.lineRoom()))
 	for _, t := range s.hand {
 		room -= max(1, float64(t.prompt)/typical)
 	}

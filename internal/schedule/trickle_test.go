@@ -95,3 +95,94 @@ func TestBatchTricklesUnderInteractiveLoad(t *testing.T) {
 		t.Errorf("under overload %d batch jobs started beside %d interactive ones", batch, len(interactive))
 	}
 }
+
+// wide is how many jobs an engine runs at once that is not a small one.
+const wide = 16
+
+// full gives a worker so many interactive calls at a time, each followed by the next, with or without batch jobs that never run out, for ten minutes. It returns how long the calls waited for their first token, and the tokens of each
+// class that were done. Calls may take batch jobs' room back, as they may at a worker.
+func full(t *testing.T, cfg schedule.Config, clients int, seed uint64, withBatch bool) (waits []time.Duration, tokens map[job.Class]job.Tokens) {
+	t.Helper()
+	const first, token = 5 * time.Millisecond, time.Millisecond
+	r := cache(1_000_000, 0)
+	r.MaxRunning = wide
+	b := start(t, cfg, r)
+	rnd := rand.New(rand.NewPCG(seed, 5))
+	tokens = map[job.Class]job.Tokens{}
+	var queue []schedule.Ask // calls that wait
+	call := func(at time.Time) {
+		a := ask(job.Interactive, 16)
+		a.Created, a.Cost.Output = at, job.Tokens(20+rnd.IntN(160))
+		queue = append(queue, a)
+	}
+	for range clients {
+		call(b.now)
+	}
+	type work struct {
+		ticket *schedule.Ticket
+		ends   time.Time
+	}
+	var running []work
+	for end := b.now.Add(10 * time.Minute); b.now.Before(end); b.wait(2 * time.Millisecond) {
+		given := b.Preempt(b.now)
+		running = slices.DeleteFunc(running, func(j work) bool {
+			switch {
+			case slices.Contains(given, j.ticket):
+				b.End(b.now, j.ticket, schedule.Result{})
+			case j.ends.After(b.now):
+				return false
+			default:
+				n := j.ticket.Ask.Cost.Output
+				b.Grow(b.now, j.ticket, int(n))
+				b.End(b.now, j.ticket, schedule.Result{Completed: true, Prompt: 16, Output: n})
+				tokens[j.ticket.Ask.Class] += 16 + n
+				if j.ticket.Ask.Class == job.Interactive {
+					call(b.now)
+				}
+			}
+			return true
+		})
+		urgent, patient := b.Pull(b.now, job.Interactive.Rank()).Batch, b.Pull(b.now, job.Batch.Rank()).Batch
+		if !withBatch || len(queue) > 0 && !b.Due() { // who has more to pull comes first, but for what the batch class is due
+			patient = 0
+		}
+		for ; urgent > 0 && len(queue) > 0; urgent-- {
+			b.Offer(b.now, queue[0])
+			queue = queue[1:]
+		}
+		for ; patient > 0; patient-- {
+			a := ask(job.Batch, 16)
+			a.Cost.Output = job.Tokens(100 + rnd.IntN(900))
+			b.Offer(b.now, a).Preemptible = true
+		}
+		all, _ := b.Start(b.now)
+		for _, tk := range all {
+			b.First(b.now.Add(first), tk)
+			running = append(running, work{tk, b.now.Add(first + time.Duration(tk.Ask.Cost.Output)*token)})
+			if tk.Ask.Class == job.Interactive {
+				waits = append(waits, b.now.Add(first).Sub(tk.Ask.Created))
+			}
+		}
+	}
+	slices.Sort(waits)
+	return waits, tokens
+}
+
+// TestBatchKeepsItsFloorAtFullLoad: while interactive calls alone would fill the worker at every moment, the batch class gets its tenth of the tokens, for jobs of whichever size, and none of that is taken back; and the calls'
+// P99 TTFT rises by less than a third.
+func TestBatchKeepsItsFloorAtFullLoad(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(2) {
+		alone, _ := full(t, schedule.Config{}, 4*wide, seed, false)
+		beside, tokens := full(t, schedule.Config{}, 4*wide, seed, true)
+		share := float64(tokens[job.Batch]) / float64(tokens[job.Batch]+tokens[job.Interactive])
+		before, after := alone[len(alone)*99/100], beside[len(beside)*99/100]
+		t.Logf("batch work gets %.3f of the tokens; interactive P99 TTFT is %v, %v without", share, after, before)
+		if share < 0.09 || share > 0.13 {
+			t.Errorf("batch work gets %.3f of the tokens", share)
+		}
+		if float64(after) > 1.3*float64(before) {
+			t.Errorf("interactive P99 TTFT rises from %v to %v", before, after)
+		}
+	}
+}
