@@ -999,7 +999,7 @@ func (s *Scheduler) Pull(now time.Time, class int) Wish {
 	if n := s.supply.onTheWay(now); n > wish.Batch {
 		wish.Batch = max(wish.Batch, min(n, room-others, maxBatch))
 	}
-	if batch && !s.holdsHigher() { // nobody waits for a first token: what counts is that the engine is never short of work, however long a pull takes
+	if batch { // nobody waits for its first tokens: what counts is that the engine is never short of work, however long a pull takes
 		wish.Batch = max(wish.Batch, min(room-others, maxBatch))
 	}
 	if batch && s.due() { // more than it has coming would stand in hand in higher classes' way
@@ -1016,12 +1016,6 @@ func (s *Scheduler) Took(d time.Duration) { s.supply.took(d) }
 
 // Pulled notes that a consumer's pull has ended.
 func (s *Scheduler) Pulled(consumer int) { delete(s.pulls, consumer) }
-
-// holdsHigher tells whether anything runs, or is in hand, of a class above batch.
-func (s *Scheduler) holdsHigher() bool {
-	higher := func(t *Ticket) bool { return t.Ask.Class != job.Batch }
-	return slices.ContainsFunc(s.running, higher) || slices.ContainsFunc(s.hand, higher)
-}
 
 // holds tells whether a job of that class is in hand.
 func (s *Scheduler) holds(c job.Class) bool {
