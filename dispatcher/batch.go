@@ -51,9 +51,10 @@ type driver struct {
 	tally *tally
 	// feed has the feeder look at a model.
 	feed func(job.Model)
-	// heavy bounds how many batches are read or written whole at once.
-	heavy chan struct{}
-	nudge chan struct{}
+	// heavy bounds how many batches are read or written whole at once, heavyOf how many of each tenant.
+	heavy   chan struct{}
+	heavyOf sync.Map // of chan struct{} by tenant
+	nudge   chan struct{}
 	// admitting is held from the question whether a batch's tokens fit its tenant's quota to the answer's being written.
 	admitting sync.Mutex
 	running   sync.WaitGroup
@@ -69,8 +70,9 @@ type driver struct {
 const (
 	batchLook  = time.Second // between two looks at the ledger
 	batchRetry = time.Second // after a turn that failed
-	// heavyAtOnce batches are validated, taken over or finalized side by side.
+	// heavyAtOnce batches are validated, taken over or finalized side by side, of one tenant heavyOfOne: others need not wait behind all of its files.
 	heavyAtOnce = 4
+	heavyOfOne  = 2
 )
 
 func newDriver(d *Dispatcher, epoch uint64) *driver {
@@ -317,9 +319,11 @@ type place struct {
 }
 
 func newRunning(v *driver, row *ledger.Batch) *running {
-	return &running{
+	r := &running{
 		v: v, id: row.ID, log: v.d.log.With("batch", row.ID, "tenant", row.Tenant), row: *row, wake: make(chan struct{}, 1), open: map[int64]place{}, left: map[job.Model]job.Tokens{},
 	}
+	r.gone.Store(true) // the row was read before: the batch may just have ended
+	return r
 }
 
 func (r *running) poke() {
@@ -494,12 +498,15 @@ func (r *running) reread(ctx context.Context) error {
 
 // heavily runs f when there is room for that.
 func (r *running) heavily(ctx context.Context, f func(context.Context) error) error {
-	select {
-	case r.v.heavy <- struct{}{}:
-	case <-ctx.Done():
-		return ctx.Err()
+	own, _ := r.v.heavyOf.LoadOrStore(r.now().Tenant, make(chan struct{}, heavyOfOne))
+	for _, slots := range []chan struct{}{own.(chan struct{}), r.v.heavy} {
+		select {
+		case slots <- struct{}{}:
+			defer func() { <-slots }()
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
-	defer func() { <-r.v.heavy }()
 	return f(ctx)
 }
 

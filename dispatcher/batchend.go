@@ -60,7 +60,7 @@ func (r *running) finish(ctx context.Context, row *ledger.Batch) (time.Duration,
 	if left > 0 {
 		return endingLook, nil
 	}
-	return 0, r.heavily(ctx, func(ctx context.Context) error { return r.conclude(ctx, row, l) })
+	return 0, r.conclude(ctx, row, l)
 }
 
 // endOpen ends the lines that may be queued and have no outcome, and returns how many of them still run.
@@ -195,7 +195,7 @@ type conclusion struct {
 	done, bad    int64
 	output, errs *ledger.File // nil for one without lines
 	// last is where the last of the outcomes stands in DONE.
-	last uint64
+	last queue.Mark
 }
 
 // conclude writes the files, unless they are written, and ends the batch. All lines have an outcome, or were never queued.
@@ -204,8 +204,11 @@ func (r *running) conclude(ctx context.Context, row *ledger.Batch, l *lines) err
 	c := r.files
 	r.mu.Unlock()
 	if c == nil {
-		var err error
-		if c, err = r.writeFiles(ctx, row, l); err != nil {
+		err := r.heavily(ctx, func(ctx context.Context) (err error) {
+			c, err = r.writeFiles(ctx, row, l)
+			return err
+		})
+		if err != nil {
 			return err
 		}
 		r.mu.Lock()
@@ -245,7 +248,7 @@ func (r *running) writeFiles(ctx context.Context, row *ledger.Batch, l *lines) (
 	}
 	var seen lineSet
 	answer := func(rec *queue.Record) error {
-		c.last = max(c.last, rec.Seq)
+		c.last.Seq = max(c.last.Seq, rec.Seq)
 		if rec.Job.Line <= 0 || !seen.add(rec.Job.Line) { // a tombstone stands behind what it replaces
 			return nil
 		}
@@ -266,8 +269,12 @@ func (r *running) writeFiles(ctx context.Context, row *ledger.Batch, l *lines) (
 	if c.done+c.bad != row.Total {
 		return nil, fmt.Errorf("the batch has %d lines, and its files %d and %d", row.Total, c.done, c.bad)
 	}
+	end, err := r.v.d.deps.Queue.DoneEnd(ctx)
+	if err != nil {
+		return nil, err
+	}
+	c.last.Stream = end.Stream // one made anew since has what was read anew, too
 	now := r.v.d.deps.Results.Now()
-	var err error
 	if c.output, err = output.close(row, now); err != nil {
 		return nil, err
 	}

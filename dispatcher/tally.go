@@ -29,6 +29,8 @@ type tally struct {
 	driver *driver
 	// ended is told of each outcome that has been counted. It must not block.
 	ended func(*queue.Record)
+	// doubt is a page of which it is not known whether it was counted.
+	doubt *queue.OutcomePage
 	// lost is how many outcomes of a batch are not to be counted, because they are.
 	lost map[string]int64
 
@@ -75,6 +77,10 @@ func (t *tally) follow(ctx context.Context, works func()) error {
 	if t.lost, err = t.countLost(ctx, at); err != nil {
 		return err
 	}
+	if p := t.doubt; p != nil && p.To == at { // it was
+		t.tell(p)
+	}
+	t.doubt = nil
 	t.arrive(at)
 	tail := t.d.deps.Queue.Tail(at)
 	defer tail.Close()
@@ -97,18 +103,23 @@ func (t *tally) follow(ctx context.Context, works func()) error {
 			}
 		}
 		t.arrive(page.To)
-		for _, r := range page.Records {
-			if !r.Outcome.Erased {
-				t.driver.note(r)
-				t.ended(r)
-			}
-		}
+		t.tell(page)
 		if page.Behind == 0 { // what ends meanwhile is counted together
 			select {
 			case <-time.After(tallyBeat - time.Since(begun)):
 			case <-ctx.Done():
 				return ctx.Err()
 			}
+		}
+	}
+}
+
+// tell lets those know who wait for ends.
+func (t *tally) tell(page *queue.OutcomePage) {
+	for _, r := range page.Records {
+		if !r.Outcome.Erased {
+			t.driver.note(r)
+			t.ended(r)
 		}
 	}
 }
@@ -132,6 +143,7 @@ func (t *tally) count(ctx context.Context, page *queue.OutcomePage) error {
 	err := t.d.ledger.Tally(ctx, t.epoch, from, to, ended)
 	if err != nil {
 		// It may be written all the same. Then the position has moved, and the next look at it finds that out.
+		t.doubt = page
 		return fmt.Errorf("counting outcomes: %w", err)
 	}
 	for group, n := range spent {
@@ -199,13 +211,13 @@ func (t *tally) arrive(at queue.Mark) {
 	t.moved = make(chan struct{})
 }
 
-// wait returns once all up to a sequence is counted.
-func (t *tally) wait(ctx context.Context, seq uint64) error {
+// wait returns once all up to a mark is counted.
+func (t *tally) wait(ctx context.Context, mark queue.Mark) error {
 	for {
 		t.mu.Lock()
 		at, moved := t.at, t.moved
 		t.mu.Unlock()
-		if at.Seq >= seq {
+		if at.Stream == mark.Stream && at.Seq >= mark.Seq {
 			return nil
 		}
 		select {

@@ -41,7 +41,7 @@ On SIGTERM it takes no new connections and finishes the open answers.`,
 		Example: "  MILLRACE_DATABASE_URL=postgres://millrace:secret@db/millrace millrace api --listen 0.0.0.0:8080 --nats-url nats://nats:4222 --redis-url redis://redis:6379",
 		Args:    args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := errors.Join(role.check(), db.check(true)); err != nil {
+			if err := errors.Join(role.check(), back.check(), db.check(true)); err != nil {
 				return usageError(cmd, err)
 			}
 			role.Retention, back.DatabaseURL = back.Queue.Retention, db.url
@@ -77,7 +77,7 @@ take over within seconds.`,
 		Example: "  MILLRACE_DATABASE_URL=postgres://millrace:secret@db/millrace millrace dispatcher --nats-url nats://nats:4222 --redis-url redis://redis:6379",
 		Args:    args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := errors.Join(db.check(true), checkFeed(&role), config.AtLeast("max-body", role.BatchMaxLine, 1)); err != nil {
+			if err := errors.Join(back.check(), checkFeed(&role), db.check(true), config.AtLeast("max-body", role.BatchMaxLine, 1)); err != nil {
 				return usageError(cmd, err)
 			}
 			back.DatabaseURL = db.url

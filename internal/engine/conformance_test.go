@@ -108,8 +108,9 @@ const notSupported = `{"error":{"code":501,"message":"This server does not suppo
 
 var (
 	llamaModel  = []engine.ModelInfo{{Model: "llama", ContextLength: 8192}}
-	everything  = engine.Abilities{ContinueChat: true, ContinueCompletion: true, Priority: true}
+	everything  = engine.Abilities{ContinueChat: true, ContinueCompletion: true, Priority: true, CacheSalt: true}
 	completions = engine.Abilities{ContinueCompletion: true}
+	unprobed    = engine.Abilities{ContinueCompletion: true, CacheSalt: true} // of vLLM
 )
 
 func slots(n int, used ...int) []engine.Rank {
@@ -142,7 +143,7 @@ var kinds = map[string]conformance{
 			Running: 8, Waiting: 2, Ranks: []engine.Rank{{16_000, 4000}, {32_000, 16_000}}, Preemptions: 8, GeneratedTokens: 2468, PromptTokens: -1, Source: engine.SourceEngine,
 		},
 		shape:     engine.Shape{DataParallel: 2},
-		abilities: engine.Abilities{ContinueChat: true, ContinueCompletion: true},
+		abilities: engine.Abilities{ContinueChat: true, ContinueCompletion: true, CacheSalt: true},
 	},
 	"vLLM before v1": {
 		routes: func(t *testing.T) routes {
@@ -152,7 +153,7 @@ var kinds = map[string]conformance{
 		models:    llamaModel,
 		load:      engine.Load{Running: 3, Waiting: 3, Ranks: []engine.Rank{{16_000, 4000}}, Preemptions: 4, GeneratedTokens: 1234, PromptTokens: 5678, Source: engine.SourceEngine},
 		shape:     engine.Shape{DataParallel: 1},
-		abilities: completions,
+		abilities: unprobed,
 	},
 	"an emulator of vLLM without /version": {
 		routes:    func(t *testing.T) routes { return without(vllmRoutes(t, "recorded.txt"), "/version") },

@@ -139,7 +139,7 @@ func TestAnEngineMayComeBackAsAnother(t *testing.T) {
 	want(engine.LlamaCPP, completions)
 	serve(also(vllmRoutes(t, "one-rank.txt"), routes{completionsRoute: refusing("priority")}))
 	e.Reset()
-	want(engine.VLLM, engine.Abilities{ContinueChat: true, ContinueCompletion: true})
+	want(engine.VLLM, engine.Abilities{ContinueChat: true, ContinueCompletion: true, CacheSalt: true})
 }
 
 func TestAbilitiesAreProbedOnce(t *testing.T) {
@@ -158,7 +158,7 @@ func TestAbilitiesAreProbedOnce(t *testing.T) {
 	var wg sync.WaitGroup
 	for range 20 {
 		wg.Go(func() {
-			if got := e.Abilities(t.Context(), "m"); got != (engine.Abilities{ContinueChat: true, ContinueCompletion: true}) {
+			if got := e.Abilities(t.Context(), "m"); got != (engine.Abilities{ContinueChat: true, ContinueCompletion: true, CacheSalt: true}) {
 				t.Errorf("abilities %+v", got)
 			}
 		})
@@ -182,7 +182,7 @@ func TestAnEngineThatFailsHasNoAbilitiesForNow(t *testing.T) {
 		w.WriteHeader(http.StatusServiceUnavailable)
 	}})
 	for range 3 {
-		if got := e.Abilities(t.Context(), "m"); got != completions {
+		if got := e.Abilities(t.Context(), "m"); got != unprobed {
 			t.Errorf("abilities %+v", got)
 		}
 	}
@@ -205,7 +205,7 @@ func TestACallerThatLeavesDecidesNothing(t *testing.T) {
 		}
 		_, _ = io.WriteString(w, oneToken)
 	}})
-	if got := e.Abilities(ctx, "m"); got != completions {
+	if got := e.Abilities(ctx, "m"); got != unprobed {
 		t.Errorf("abilities %+v", got)
 	}
 	block.Store(false)

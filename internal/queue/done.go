@@ -207,10 +207,20 @@ func (q *Queue) outcomesPage(ctx context.Context, c jetstream.Consumer, left, ne
 	if err := fetched.Error(); err != nil {
 		return nil, 0, 0, outward(classify(err))
 	}
-	if next == first {
+	if next > first {
+		return page, left, next, nil
+	}
+	// What was there when the reader was made may have been removed since.
+	ctx, cancel = q.bound(context.WithoutCancel(ctx)) // the fetch has used its own time up
+	defer cancel()
+	info, err := c.Info(ctx)
+	switch {
+	case err != nil:
+		return nil, 0, 0, outward(classify(err))
+	case info.NumPending > 0 || info.Delivered.Consumer+1 != next:
 		return nil, 0, 0, fmt.Errorf("%w: no records came", ErrUnavailable)
 	}
-	return page, left, next, nil
+	return nil, 0, next, nil
 }
 
 func (q *Queue) openReader(ctx context.Context, seq uint64, filter string, answers bool) (jetstream.Consumer, error) {

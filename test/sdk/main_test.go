@@ -24,6 +24,7 @@ import (
 	"github.com/millrace/millrace/internal/engine/emulator"
 	"github.com/millrace/millrace/internal/engine/emulator/emulatortest"
 	"github.com/millrace/millrace/internal/platform"
+	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/testenv"
 )
 
@@ -77,7 +78,9 @@ func start(t *testing.T, change ...func(*setup)) *server {
 	c := setup{
 		platform: platform.Config{
 			Dir: t.TempDir(), Relaxed: true, Version: "test",
-			API: api.Config{Listen: "127.0.0.1:0", DrainTimeout: time.Second},
+			// A server in a process of its own reserves what streams may take: small, so that a small disk will do.
+			Queue: queue.Config{WorkMaxBytes: 256 << 20, DoneMaxBytes: 256 << 20, LiveMaxBytes: 64 << 20},
+			API:   api.Config{Listen: "127.0.0.1:0", DrainTimeout: time.Second},
 		},
 		engine: emulator.Config{Models: []string{model, "other"}, OnRequest: s.note},
 	}
