@@ -11,8 +11,6 @@ import (
 	"io"
 	"maps"
 	"net/http"
-	"regexp"
-	"strconv"
 	"strings"
 	"time"
 	"unicode"
@@ -115,30 +113,10 @@ func wholeSeconds(m job.Millis) *int64 {
 
 // Bounds of what a create may ask for.
 const (
-	maxWindow     = 7 * 24 * time.Hour
 	minFileExpiry = 3600
 	maxFileExpiry = 2_592_000
 	maxFileID     = 256
 )
-
-var windowForm = regexp.MustCompile(`^([1-9][0-9]{0,5})([mh])$`)
-
-// parseWindow reads a completion window: a whole number of minutes or hours.
-func parseWindow(text string) (time.Duration, bool) {
-	m := windowForm.FindStringSubmatch(text)
-	if m == nil {
-		return 0, false
-	}
-	n, err := strconv.Atoi(m[1])
-	if err != nil {
-		return 0, false
-	}
-	d := time.Duration(n) * time.Minute
-	if m[2] == "h" {
-		d = time.Duration(n) * time.Hour
-	}
-	return d, d <= maxWindow
-}
 
 // createBatch answers POST /v1/batches. What is wrong with the request itself is told here; what is wrong with the file, by the batch, which then fails.
 func (s *Server) createBatch(c echo.Context) error {
@@ -249,7 +227,7 @@ func parseBatch(o *job.Object) (*ledger.Batch, time.Duration, error) {
 	if b.Endpoint, err = job.ParseEndpoint(endpoint); err != nil {
 		return nil, 0, invalid("endpoint", job.CodeInvalidValue, "endpoint is %q: the supported values are %s.", clip(endpoint), endpointNames())
 	}
-	window, ok := parseWindow(b.Window)
+	window, ok := batch.ParseWindow(b.Window)
 	if !ok {
 		return nil, 0, invalid("completion_window", job.CodeInvalidValue, "completion_window is %q: the supported values are 24h, and any whole number of minutes or hours up to 7 days, as 90m or 48h.", clip(b.Window))
 	}
@@ -533,7 +511,7 @@ func (s *Server) retryBatch(c echo.Context) error {
 	case old.ErrorFile == "":
 		return invalid("batch_id", job.CodeInvalidValue, "No line of batch %s failed: there is nothing to retry.", old.ID)
 	}
-	window, ok := parseWindow(old.Window)
+	window, ok := batch.ParseWindow(old.Window)
 	if !ok { // it was accepted by a version that knew more
 		return invalid("batch_id", job.CodeInvalidValue, "Batch %s has the completion window %q, which this version does not support.", old.ID, clip(old.Window))
 	}
@@ -621,6 +599,9 @@ func (s *Server) failedLines(ctx context.Context, old *ledger.Batch) (*ledger.Fi
 	defer errorFile.Close() //nolint:errcheck // read only
 	if err := batch.OutputIDs(ctx, errorFile, func(id string) error { failed.Add(id); return nil }); err != nil {
 		return nil, fmt.Errorf("reading the error file of batch %s: %w", old.ID, err)
+	}
+	if failed.Len() == 0 {
+		return nil, fail(http.StatusGone, job.CodeResultExpired, "The input of the lines of batch %s that failed was lost, and they cannot be retried: upload them again, and create a new batch.", old.ID)
 	}
 	input, err := s.openFile(ctx, old.Tenant, old.InputFile)
 	if err != nil {

@@ -661,6 +661,29 @@ func TestRetryBatch(t *testing.T) {
 	}
 }
 
+// TestRetryOfLinesWithoutANameLeavesThemOut: their input was lost before their names were read.
+func TestRetryOfLinesWithoutANameLeavesThemOut(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	nameless := string(batch.AppendOutput(nil, &batch.Output{ID: "batch_req_1", Error: job.NewError(job.TypeServer, job.CodeBatchExpired, "Its window closed.")}))
+	failed := string(batch.AppendOutput(nil, &batch.Output{ID: "batch_req_2", CustomID: "b", StatusCode: 500}))
+	input := e.putFile(job.DefaultTenant, "batch", line("a", "{}")+line("b", "{}"))
+	some, none := e.create(createBody(input, ""))["id"].(string), e.create(createBody(input, ""))["id"].(string)
+	e.start(some, 2)
+	e.end(some, "", nameless+failed, false)
+	e.start(none, 2)
+	e.end(none, "", nameless+nameless, false)
+	o := e.send("POST", "/v1/batches/"+some+"/retry", "").object(t)
+	if got := e.send("GET", "/v1/files/"+o["input_file_id"].(string)+"/content", ""); string(got.body) != line("b", "{}") {
+		t.Errorf("the retry has %q", got.body)
+	}
+	before := e.objects()
+	e.send("POST", "/v1/batches/"+none+"/retry", "").wantError(t, http.StatusGone, job.CodeResultExpired, "")
+	if diff := cmp.Diff(before, e.objects()); diff != "" {
+		t.Error("something is left: " + diff)
+	}
+}
+
 func TestRetryOfWhatDidNotFail(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{})

@@ -33,12 +33,16 @@ const (
 // readBody returns the request's body, which is one JSON object, and its top level. release gives the room of a large body back, and must be called once the
 // body is stored or dropped; calling it again does nothing.
 func (s *Server) readBody(c echo.Context) (body []byte, o *job.Object, release func(), err error) {
+	limit := s.cfg.MaxBody
+	return s.readBodyUpTo(c, limit, fail(http.StatusRequestEntityTooLarge, job.CodeRequestTooLarge, "The request's body is larger than the limit of %d bytes.", limit))
+}
+
+// readBodyUpTo is readBody with a limit in bytes, not over Config.MaxBody, and with what a client is told whose body is larger.
+func (s *Server) readBodyUpTo(c echo.Context, limit int64, tooLarge *failure) (body []byte, o *job.Object, release func(), err error) {
 	r := c.Request()
 	if err := checkMedia(r.Header); err != nil {
 		return nil, nil, nil, err
 	}
-	limit := s.cfg.MaxBody
-	tooLarge := fail(http.StatusRequestEntityTooLarge, job.CodeRequestTooLarge, "The request's body is larger than the limit of %d bytes.", limit)
 	control := http.NewResponseController(c.Response().Writer)
 	if r.ContentLength > limit {
 		refuseBody(takeBody(c.Response().Writer), control)
@@ -46,7 +50,7 @@ func (s *Server) readBody(c echo.Context) (body []byte, o *job.Object, release f
 	}
 	giveBack := func() {} // not the named result, which an error's return sets to nil
 	if r.ContentLength > smallBody || r.ContentLength < 0 {
-		if giveBack, err = s.makeRoom(r); err != nil {
+		if giveBack, err = s.makeRoom(r, limit); err != nil {
 			return nil, nil, nil, err
 		}
 	}
@@ -90,11 +94,11 @@ func (s *Server) bodyFailure(c echo.Context, err error, tooLarge *failure) error
 	}
 }
 
-// makeRoom waits until the bodies held at once leave room for r's.
-func (s *Server) makeRoom(r *http.Request) (func(), error) {
+// makeRoom waits until the bodies held at once leave room for r's, which has up to limit bytes.
+func (s *Server) makeRoom(r *http.Request, limit int64) (func(), error) {
 	n := r.ContentLength
 	if n < 0 {
-		n = s.cfg.MaxBody
+		n = limit
 	}
 	ctx, cancel := context.WithTimeout(r.Context(), roomTimeout)
 	defer cancel()

@@ -183,8 +183,10 @@ func (s *Server) readForm(c echo.Context, room int64) (*fileForm, error) {
 			in.done()
 		}
 		return form, nil
-	case body.err != nil && !isFailure(err):
+	case body.err != nil && !isFailure(err): // a part that is wrong comes first: it came whole
 		return form, s.bodyFailure(c, body.err, s.fileTooLarge())
+	case errors.Is(err, errNotMultipart):
+		err = invalid("", job.CodeInvalidValue, "The request's body is not whole multipart/form-data: %s.", clip(err.Error()))
 	}
 	// The rest of a body that is refused is read if it is short, for then the connection can go on.
 	in.end = time.Now().Add(restTimeout)
@@ -227,7 +229,7 @@ func (s *Server) readParts(c echo.Context, form *fileForm, parts *multipart.Read
 			break
 		}
 		if err != nil {
-			return notMultipart(err)
+			return fmt.Errorf("%w: %w", errNotMultipart, err)
 		}
 		name := part.FormName()
 		if slices.Contains(form.given, name) {
@@ -269,15 +271,14 @@ func (s *Server) readParts(c echo.Context, form *fileForm, parts *multipart.Read
 	return nil
 }
 
-func notMultipart(err error) *failure {
-	return invalid("", job.CodeInvalidValue, "The request's body is not whole multipart/form-data: %s.", clip(err.Error()))
-}
+// errNotMultipart is that the parts could not be read to their end: the body is none of parts, or reading it failed.
+var errNotMultipart = errors.New("reading the parts")
 
 // fieldOf reads a part that is a short text.
 func fieldOf(part *multipart.Part) (string, error) {
 	raw, err := io.ReadAll(io.LimitReader(part, maxField+1))
 	if err != nil {
-		return "", notMultipart(err)
+		return "", fmt.Errorf("%w: %w", errNotMultipart, err)
 	}
 	if len(raw) > maxField {
 		return "", invalid(part.FormName(), job.CodeInvalidValue, "%s has more than %d bytes.", part.FormName(), maxField)
@@ -336,7 +337,7 @@ func (r *fileReader) Read(p []byte) (int, error) {
 	case r.room >= 0 && r.read > r.room:
 		err = r.s.overQuota(r.tenant)
 	case err != nil && !errors.Is(err, io.EOF):
-		err = notMultipart(err)
+		err = fmt.Errorf("%w: %w", errNotMultipart, err)
 	case r.form.purpose == purposeBatch && r.form.first.done && !r.judged:
 		r.judged = true
 		if bad := r.form.first.judge(); bad != nil { // the rest is not worth reading

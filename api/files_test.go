@@ -14,7 +14,9 @@ import (
 	"mime/multipart"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/textproto"
+	"os"
 	"runtime"
 	"slices"
 	"strings"
@@ -365,6 +367,46 @@ func TestBrokenUploadLeavesNothing(t *testing.T) {
 	}
 }
 
+// TestUploadsThatBreakOff: what a client is told depends on why its body ended, wherever in the form that is. The server reports its failure to read as the client's leave.
+func TestUploadsThatBreakOff(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	whole := form(part{"file", "x", oneLine}, part{"purpose", "", "batch"})
+	for name, tt := range map[string]struct {
+		at   string // what the last bytes that come stand before
+		gone bool   // the client, as far as the server can tell
+		err  error
+		want int
+	}{
+		"it stalls before the file":        {`name="file"`, true, os.ErrDeadlineExceeded, http.StatusRequestTimeout},
+		"it stalls in the file":            {`"body":`, true, os.ErrDeadlineExceeded, http.StatusRequestTimeout},
+		"it stalls behind the file":        {`name="purpose"`, true, os.ErrDeadlineExceeded, http.StatusRequestTimeout},
+		"it stalls in the purpose":         {"tch\r\n", true, os.ErrDeadlineExceeded, http.StatusRequestTimeout},
+		"the client leaves in the file":    {`"body":`, true, io.ErrUnexpectedEOF, 499},
+		"the client leaves in the purpose": {"tch\r\n", true, io.ErrUnexpectedEOF, 499},
+		"its chunks are off":               {`"body":`, false, errors.New("malformed chunked encoding"), http.StatusBadRequest},
+		"it is too long":                   {`"body":`, false, &http.MaxBytesError{Limit: 1}, http.StatusRequestEntityTooLarge},
+		"it is no whole form":              {`"body":`, false, io.EOF, http.StatusBadRequest},
+	} {
+		ctx, leave := context.WithCancel(t.Context())
+		fails := readerFunc(func([]byte) (int, error) {
+			if tt.gone {
+				leave()
+			}
+			return 0, tt.err
+		})
+		rec := httptest.NewRecorder()
+		req := httptest.NewRequestWithContext(ctx, http.MethodPost, "/v1/files", io.MultiReader(strings.NewReader(whole[:strings.Index(whole, tt.at)]), fails))
+		req.Header.Set("Content-Type", strings.TrimPrefix(formType, "Content-Type: "))
+		e.server.Handler().ServeHTTP(rec, req)
+		leave()
+		if rec.Code != tt.want {
+			t.Errorf("%s: %d %s", name, rec.Code, rec.Body)
+		}
+		e.wantNothing()
+	}
+}
+
 // TestUploadOverTheLimitIsNotReadOn: an endless body is answered, and its client does not get rid of it all.
 func TestUploadOverTheLimitIsNotReadOn(t *testing.T) {
 	t.Parallel()
@@ -478,6 +520,10 @@ func TestDamagedFileNeverLooksWhole(t *testing.T) {
 type errReader struct{ err error }
 
 func (r errReader) Read([]byte) (int, error) { return 0, r.err }
+
+type readerFunc func([]byte) (int, error)
+
+func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
 
 // tenant makes a tenant and returns the header of a key of its own.
 func (e *env) tenant(id job.Tenant, limits ledger.Limits) string {

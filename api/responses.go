@@ -138,10 +138,8 @@ func (s *Server) streamAsked(c echo.Context) (streamAsk, error) {
 	var ask streamAsk
 	stream, after := c.QueryParam("stream"), c.QueryParam("starting_after")
 	if r := c.Request(); r.ContentLength != 0 && r.Method == http.MethodGet {
-		if r.ContentLength > maxAsk {
-			return ask, fail(http.StatusRequestEntityTooLarge, job.CodeRequestTooLarge, "The body of a GET is larger than %d bytes.", maxAsk)
-		}
-		_, o, release, err := s.readBody(c)
+		limit := min(maxAsk, s.cfg.MaxBody)
+		_, o, release, err := s.readBodyUpTo(c, limit, fail(http.StatusRequestEntityTooLarge, job.CodeRequestTooLarge, "The body of a GET is larger than %d bytes.", limit))
 		if err != nil {
 			return ask, err
 		}

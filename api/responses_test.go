@@ -265,6 +265,22 @@ func TestBackgroundStreamsAreResumed(t *testing.T) {
 	e.send("GET", path+"?stream=true&starting_after=x", "").wantError(t, 400, job.CodeInvalidValue, "starting_after")
 	e.send("GET", path, `{"stream":true,"starting_after":-1}`).wantError(t, 400, job.CodeInvalidValue, "starting_after")
 	e.send("GET", path, `[]`).wantError(t, 400, job.CodeInvalidType, "")
+	large := `{"stream":false}` + strings.Repeat(" ", 64<<10)
+	e.send("GET", path, large).wantError(t, 413, job.CodeRequestTooLarge, "")
+	req, err := http.NewRequestWithContext(t.Context(), "GET", e.url+path, io.MultiReader(strings.NewReader(large))) // of unknown length
+	if err != nil {
+		t.Fatal(err)
+	}
+	unknown, err := client().Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	raw, err := io.ReadAll(unknown.Body)
+	_ = unknown.Body.Close()
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer{unknown.StatusCode, unknown.Header, raw}.wantError(t, 413, job.CodeRequestTooLarge, "")
 
 	// Without the events there is the answer still.
 	e.redis.Wipe()

@@ -173,8 +173,8 @@ func (d *Dispatcher) knows(ctx context.Context, m job.Model) (bool, error) {
 	}
 }
 
-// overQuota says why the batch's tokens are too many for its tenant, "" if they are not. What counts are the jobs that wait or run, and what the tenant's live batches still need: lines among the jobs are counted by
-// their batches.
+// overQuota says why the batch's tokens are too many for its tenant, "" if they are not. What counts are the jobs that wait or run, without the lines of batches, and what the tenant's live batches still need, their
+// lines that wait or run among it.
 func (r *running) overQuota(ctx context.Context, row *ledger.Batch, tokens job.Tokens) (string, error) {
 	t, err := r.v.d.ledger.Tenant(ctx, row.Tenant)
 	if err != nil {
@@ -188,33 +188,15 @@ func (r *running) overQuota(ctx context.Context, row *ledger.Batch, tokens job.T
 	if err != nil {
 		return "", fmt.Errorf("reading what the tenant's batches need: %w", err)
 	}
-	backlogs, err := r.v.d.deps.Results.Backlogs(ctx)
+	jobs, err := r.v.d.deps.Results.TokensBesideLines(ctx, row.Tenant)
 	if err != nil {
 		return "", fmt.Errorf("reading what is accepted: %w", err)
 	}
-	var jobs job.Tokens
-	for _, b := range backlogs {
-		jobs += b.Tenants[row.Tenant].Tokens
-	}
-	used := batches + max(0, jobs-r.v.openTokens(row.Tenant))
+	used := batches + jobs
 	if used+tokens <= limit {
 		return "", nil
 	}
 	return fmt.Sprintf("The batch is expected to need %d tokens. Of the limit of %d queued tokens %d are in use: wait until others have ended, or send less.", tokens, limit, used), nil
-}
-
-// openTokens are what the tenant's lines that are queued now are expected to need.
-func (v *driver) openTokens(t job.Tenant) (n job.Tokens) {
-	v.mu.Lock()
-	defer v.mu.Unlock()
-	for _, r := range v.batches {
-		r.mu.Lock()
-		if r.row.Tenant == t {
-			n += r.openTokens
-		}
-		r.mu.Unlock()
-	}
-	return n
 }
 
 // read opens the batch's file and index, and finds out which of its lines have ended, which may be queued, and which are to be fed.

@@ -20,7 +20,10 @@ const (
 	tenantsEvery = 3 * time.Second
 	recountEvery = 30 * time.Second
 	recountFull  = 10 * time.Second
-	// patientFor is how long after its election a leader waits for the tenants' limits before it feeds without: a database that is away shall not stop everything.
+	// tenantsLeast is the least time between two reads, however many new tenants are met; forgetAfter is how long one that the ledger does not have is remembered.
+	tenantsLeast = 200 * time.Millisecond
+	forgetAfter  = time.Minute
+	// patientFor is how long after its election, or after it has met a new tenant, a leader waits for the limits before it feeds without: a database that is away shall not stop everything.
 	patientFor = 10 * time.Second
 )
 
@@ -30,16 +33,21 @@ type quota struct {
 	elected time.Time
 	// freed is called when a tenant that was at its limit may have room again.
 	freed func(job.Tenant)
+	// ask holds a value when a tenant was met of which no read has told.
+	ask chan struct{}
 
 	mu      sync.Mutex
 	known   bool // the tenants have been read
 	tenants map[job.Tenant]*account
 }
 
-// account is a tenant's. Without a limit it has nothing but a weight.
+// account is a tenant's.
 type account struct {
-	weight int
-	limits ledger.Limits
+	// heard: the ledger has told its weight and limits, or, in a read that began after the tenant was met, that it does not have it: then there are none. Till then it gets nothing.
+	heard     bool
+	met, seen time.Time // when it first and last asked for room; met is zero if a read told of it before
+	weight    int
+	limits    ledger.Limits
 	// counted: out is what the tenant has given to workers. Till then it gets nothing.
 	counted bool
 	at      time.Time
@@ -47,7 +55,7 @@ type account struct {
 	tokens  job.Tokens // of out
 	// gone are those that ended lately: the backlog may still have them.
 	gone map[job.ID]time.Time
-	// reserved are those that are being fed just now.
+	// reserved are those that are being fed just now, counted without a limit, too: one may come or go meanwhile.
 	reserved       int
 	reservedTokens job.Tokens
 	full           bool // it was refused room
@@ -61,12 +69,44 @@ type outJob struct {
 
 func (a *account) limited() bool { return a.limits.Running > 0 || a.limits.RunningTokens > 0 }
 
+// unlimited forgets what is kept for a limit alone.
+func (a *account) unlimited() { a.counted, a.out, a.gone, a.tokens = false, nil, nil, 0 }
+
 func newQuota(d *Dispatcher, freed func(job.Tenant)) *quota {
-	return &quota{d: d, elected: time.Now(), freed: freed, tenants: map[job.Tenant]*account{}}
+	return &quota{d: d, elected: time.Now(), freed: freed, ask: make(chan struct{}, 1), tenants: map[job.Tenant]*account{}}
 }
 
-// refresh reads the tenants, and counts what those with limits have out where that is due.
-func (q *quota) refresh(ctx context.Context) error {
+// refresh is a turn of the duty.
+func (q *quota) refresh(ctx context.Context) error { return q.watch(ctx, tenantsEvery) }
+
+// watch reads the tenants, and until the period is over once more whenever it is asked.
+func (q *quota) watch(ctx context.Context, period time.Duration) error {
+	over := time.NewTimer(period)
+	defer over.Stop()
+	for {
+		if err := q.read(ctx); err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-over.C:
+			return nil
+		case <-time.After(tenantsLeast):
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-over.C:
+			return nil
+		case <-q.ask:
+		}
+	}
+}
+
+// read reads the tenants, and counts what those with limits have out where that is due.
+func (q *quota) read(ctx context.Context) error {
+	begin := time.Now()
 	tenants, err := q.d.deps.Ledger.Tenants(ctx)
 	if err != nil {
 		return fmt.Errorf("reading the tenants' limits: %w", err)
@@ -83,10 +123,10 @@ func (q *quota) refresh(ctx context.Context) error {
 			a = &account{}
 			q.tenants[t.ID] = a
 		}
-		a.weight, a.limits = t.Weight, t.Limits
+		a.heard, a.weight, a.limits = true, t.Weight, t.Limits
 		switch {
 		case !a.limited():
-			a.counted, a.out, a.gone, a.tokens = false, nil, nil, 0
+			a.unlimited()
 		case !a.counted || a.full && now.Sub(a.at) >= recountFull || now.Sub(a.at) >= recountEvery:
 			if a.out == nil {
 				a.out, a.gone = map[job.ID]outJob{}, map[job.ID]time.Time{}
@@ -94,7 +134,14 @@ func (q *quota) refresh(ctx context.Context) error {
 			due = append(due, t.ID)
 		}
 	}
-	maps.DeleteFunc(q.tenants, func(t job.Tenant, _ *account) bool { return !there[t] })
+	maps.DeleteFunc(q.tenants, func(t job.Tenant, a *account) bool {
+		if there[t] {
+			return false
+		}
+		a.heard, a.weight, a.limits = a.met.Before(begin), 0, ledger.Limits{}
+		a.unlimited()
+		return a.reserved == 0 && begin.Sub(a.seen) > forgetAfter
+	})
 	q.known = true
 	q.mu.Unlock()
 	for _, t := range due {
@@ -196,8 +243,22 @@ func (q *quota) room(t job.Tenant, head job.Tokens) bool {
 // leftLocked is how many jobs, and of how many tokens, a tenant may be given; false if not even one of head tokens. A job that is larger than the whole limit runs alone.
 func (q *quota) leftLocked(t job.Tenant, head job.Tokens) (jobs int, tokens job.Tokens, ok bool) {
 	jobs, tokens = math.MaxInt, math.MaxInt64
+	now := time.Now()
 	a := q.tenants[t]
-	if a == nil || !a.limited() {
+	if a == nil {
+		a = &account{met: now}
+		q.tenants[t] = a
+	}
+	a.seen = now
+	if !a.heard && now.Sub(a.met) < patientFor && q.known {
+		a.full = true
+		select {
+		case q.ask <- struct{}{}:
+		default:
+		}
+		return 0, 0, false
+	}
+	if !a.limited() {
 		return jobs, tokens, true
 	}
 	out := len(a.out) + a.reserved
@@ -223,26 +284,21 @@ func (q *quota) lease(t job.Tenant, head, tokens job.Tokens) (most int, upTo job
 		return 0, 0, false
 	}
 	most, upTo = min(jobs, maxGrant), max(1, min(tokens, left))
-	if a := q.tenants[t]; a != nil && a.limited() {
-		a.reserved += most
-		a.reservedTokens += max(upTo, head)
-	}
+	a := q.tenants[t]
+	a.reserved += most
+	a.reservedTokens += max(upTo, head)
 	return most, upTo, true
 }
 
-// settle gives back a lease of most jobs, and counts what was fed of it.
+// settle gives back a lease of most jobs, and counts what was fed of it. The account is the one that the lease was taken of: it is kept while it has any.
 func (q *quota) settle(t job.Tenant, most int, head, upTo job.Tokens, moved []fed) {
 	q.mu.Lock()
 	a := q.tenants[t]
-	if a == nil || !a.limited() || a.out == nil {
-		q.mu.Unlock()
-		return
-	}
-	a.reserved = max(0, a.reserved-most)
-	a.reservedTokens = max(0, a.reservedTokens-max(upTo, head))
+	a.reserved -= most
+	a.reservedTokens -= max(upTo, head)
 	now := time.Now()
 	for _, f := range moved {
-		if _, ended := a.gone[f.id]; ended {
+		if _, ended := a.gone[f.id]; ended || a.out == nil {
 			continue
 		}
 		a.tokens += f.tokens - a.out[f.id].tokens

@@ -110,6 +110,7 @@ type output struct {
 
 	mu   sync.Mutex // guards what follows
 	text []byte
+	seen int // up to here its lines were looked at
 	done bool
 }
 
@@ -122,19 +123,20 @@ func (o *output) Write(p []byte) (int, error) {
 	defer o.mu.Unlock()
 	o.text = append(o.text, p...)
 	for !o.done {
-		line, rest, whole := bytes.Cut(o.text, []byte("\n"))
+		line, _, whole := bytes.Cut(o.text[o.seen:], []byte("\n"))
 		if !whole {
 			break
 		}
+		o.seen += len(line) + 1
 		var entry struct{ Msg, Addr string }
 		if json.Unmarshal(line, &entry) == nil && entry.Msg == "listening" {
 			o.found <- entry.Addr
 			o.done = true
 		}
-		o.text = append([]byte(nil), rest...)
 	}
 	if over := len(o.text) - keptOutput; over > 0 {
 		o.text = append([]byte(nil), o.text[over:]...)
+		o.seen = max(0, o.seen-over)
 	}
 	return len(p), nil
 }
@@ -376,7 +378,7 @@ func (p *platform) close() error {
 
 // Stores runs an embedded NATS and, with redis, an embedded Redis-compatible store on free ports until ctx ends. It writes a line of JSON to w that says where they listen. It is what a run has as a child.
 func Stores(ctx context.Context, dir string, redis bool, w io.Writer) error {
-	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: dir, Listen: "127.0.0.1:0", Log: slog.New(slog.DiscardHandler)})
+	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: dir, Listen: "127.0.0.1:0", StoreLimit: 1 << 40, MemoryLimit: 1 << 40, Log: slog.New(slog.DiscardHandler)})
 	if err != nil {
 		return fmt.Errorf("starting NATS: %w", err)
 	}

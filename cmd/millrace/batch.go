@@ -14,6 +14,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/millrace/millrace/internal/batch"
 	"github.com/millrace/millrace/internal/client"
 	"github.com/millrace/millrace/internal/config"
 	"github.com/millrace/millrace/internal/job"
@@ -55,11 +56,10 @@ func (c *createFlags) check() error {
 			return fmt.Errorf("endpoint: %w", err)
 		}
 	}
-	d, err := time.ParseDuration(c.window)
-	if err != nil {
-		return fmt.Errorf("window is %q: it must be like 24h or 90m", c.window)
+	if _, ok := batch.ParseWindow(c.window); !ok { // the server would refuse it too, but after the upload
+		return fmt.Errorf("window is %q: it must be a whole number of minutes or hours up to 7 days, as 24h, 90m or 168h", c.window)
 	}
-	return config.AtLeast("window", d, time.Minute)
+	return nil
 }
 
 func newBatchCreate(p *program) *cobra.Command {

@@ -125,7 +125,10 @@ func appendString(dst []byte, s string) []byte {
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n"))
 }
 
-// OutputIDs calls each with the custom_id of every line of an output or error file.
+// errUnnamed is that a line has an empty custom_id. An output has it if its input was lost before its name was read.
+var errUnnamed = errors.New("custom_id is empty")
+
+// OutputIDs calls each with the custom_id of every line of an output or error file that has one.
 func OutputIDs(ctx context.Context, r io.Reader, each func(customID string) error) error {
 	in := newLines(r, 0)
 	for {
@@ -137,6 +140,9 @@ func OutputIDs(ctx context.Context, r io.Reader, each func(customID string) erro
 			return fmt.Errorf("reading line %d: %w", in.number, err)
 		}
 		id, err := nameOf(t)
+		if errors.Is(err, errUnnamed) {
+			continue
+		}
 		if err != nil {
 			return fmt.Errorf("reading line %d: %w", t.number, err)
 		}
@@ -179,8 +185,11 @@ func nameOf(t text) (string, error) {
 		return "", errors.New("it is not a JSON object")
 	}
 	name, _, _, _ := cut(t.raw)
-	if name == nil {
+	switch {
+	case name == nil:
 		return "", errors.New("it has no custom_id")
+	case isText(name, ""):
+		return "", errUnnamed
 	}
 	var id string
 	if p := readID(name, &id); p != nil {

@@ -92,6 +92,23 @@ func TestIDsOfOutputs(t *testing.T) {
 	}
 }
 
+// An output whose input was lost has no name, and is none to retry.
+func TestOutputsWithoutANameAreSkipped(t *testing.T) {
+	t.Parallel()
+	var file []byte
+	for _, id := range []string{"", "a", "", "b"} {
+		file = batch.AppendOutput(file, &batch.Output{CustomID: id, StatusCode: 500})
+	}
+	var ids []string
+	err := batch.OutputIDs(t.Context(), bytes.NewReader(file), func(id string) error {
+		ids = append(ids, id)
+		return nil
+	})
+	if diff := cmp.Diff([]string{"a", "b"}, ids); err != nil || diff != "" {
+		t.Fatal(err, diff)
+	}
+}
+
 func FuzzOutput(f *testing.F) {
 	f.Add("a", "r", 200, []byte("{\n}"))
 	f.Add("\xff", "", 500, []byte("\xff"))
@@ -136,7 +153,7 @@ func TestSelectKeepsTheBytes(t *testing.T) {
 	if _, err := batch.Select(t.Context(), failing{broken}, strings.NewReader(file), 4096, func(string) bool { return true }); !errors.Is(err, broken) {
 		t.Fatal(err)
 	}
-	for _, bad := range []string{"x", "{}", `{"custom_id":1}`} {
+	for _, bad := range []string{"x", "{}", `{"custom_id":1}`, `{"custom_id":" "}`} {
 		if err := batch.OutputIDs(t.Context(), strings.NewReader(bad), func(string) error { return nil }); err == nil {
 			t.Errorf("%q has an id", bad)
 		}

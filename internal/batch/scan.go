@@ -54,7 +54,8 @@ type Summary struct {
 // Scan reads a file to its end in bounded memory, and calls each with every good line. What is wrong with the file stands in the summary; an error is one of reading, or what each returned. Once a file has more
 // requests than it may have, the rest are only counted.
 //
-// A line with several mistakes gets one entry: first what keeps it from being read (too long, not UTF-8, no JSON object), then its fields in the order custom_id, method, url, body.
+// A line with several mistakes gets one entry: first what keeps it from being read (too long, not UTF-8, no JSON object), then a field that is missing, then a bad custom_id, a body that
+// is no object, a custom_id that an earlier line has, the url, the method, and what is in the body.
 func Scan(ctx context.Context, r io.Reader, rules Rules, each func(*Line) error) (*Summary, error) {
 	s := &scan{rules: rules, models: map[string]verdict{}}
 	in := newLines(r, rules.MaxLine)
@@ -159,7 +160,11 @@ func (s *scan) finish() {
 		}
 	}
 	if s.more > 0 {
-		s.sum.Errors = append(s.sum.Errors, lineError(&problem{code: job.CodeInvalidRequest, message: fmt.Sprintf("%d more lines are wrong.", s.more)}, nil))
+		text := fmt.Sprintf("%d more lines are wrong.", s.more)
+		if s.more == 1 {
+			text = "1 more line is wrong."
+		}
+		s.sum.Errors = append(s.sum.Errors, lineError(&problem{code: job.CodeInvalidRequest, message: text}, nil))
 	}
 }
 

@@ -364,6 +364,9 @@ func TestErrorsAreCapped(t *testing.T) {
 	if len(got.Errors) != 4 || got.Errors[3].Line != nil || !strings.Contains(got.Errors[3].Message, "7 more") {
 		t.Fatal(got.Errors)
 	}
+	if got = scan(t, strings.Repeat("x\n", 4), r); got.Errors[3].Message != "1 more line is wrong." {
+		t.Error(got.Errors[3].Message)
+	}
 	r.MaxLines = 5
 	got = scan(t, strings.Repeat("x\n", 10), r)
 	if diff := cmp.Diff([]string{"- too_many_tasks -", "1 invalid_json_line -", "2 invalid_json_line -", "- invalid_request -"}, briefs(got)); diff != "" || !strings.Contains(got.Errors[3].Message, "3 more") {

@@ -111,8 +111,9 @@ func calls(s *results.Store, j *job.Job, c *results.Claim) map[string]func(conte
 			_, err := s.Bind(ctx, results.Binding{Key: "k", Worker: "w", TTL: time.Minute, Most: 1})
 			return err
 		},
-		"Backlogs": func(ctx context.Context) error { _, err := s.Backlogs(ctx); return err },
-		"Places":   func(ctx context.Context) error { _, err := s.Places(ctx, []*job.Job{j}); return err },
+		"Backlogs":          func(ctx context.Context) error { _, err := s.Backlogs(ctx); return err },
+		"TokensBesideLines": func(ctx context.Context) error { _, err := s.TokensBesideLines(ctx, "acme"); return err },
+		"Places":            func(ctx context.Context) error { _, err := s.Places(ctx, []*job.Job{j}); return err },
 		"RepairBacklog": func(ctx context.Context) error {
 			_, _, err := s.RepairBacklog(ctx, map[job.ID]bool{"job_none": true}, func(job.ID) bool { return true })
 			return err
@@ -231,7 +232,7 @@ func TestReadOnlyServerRecovers(t *testing.T) {
 	j, c := submit(t, s)
 	ok(t, admin.Do(t.Context(), "REPLICAOF", "127.0.0.1", "1").Err())
 	all := calls(s, j, c)
-	for _, read := range []string{"Get", "Body", "Result", "List", "Live", "Due", "Owns", "Held", "Holders", "Events", "Wiped", "Owners", "Owners of many", "Backlogs", "Places", "RepairBacklog"} {
+	for _, read := range []string{"Get", "Body", "Result", "List", "Live", "Due", "Owns", "Held", "Holders", "Events", "Wiped", "Owners", "Owners of many", "Backlogs", "TokensBesideLines", "Places", "RepairBacklog"} {
 		if err := all[read](t.Context()); errors.Is(err, results.ErrUnavailable) {
 			t.Errorf("%s: %v", read, err)
 		}

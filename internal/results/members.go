@@ -2,6 +2,9 @@ package results
 
 import (
 	"context"
+	"errors"
+
+	"github.com/redis/go-redis/v9"
 
 	"github.com/millrace/millrace/internal/job"
 )
@@ -27,4 +30,16 @@ func (s *Store) InBacklog(ctx context.Context, t job.Tenant, m job.Model) (map[j
 		}
 	}
 	return jobs, nil
+}
+
+// TokensBesideLines are what a tenant's jobs of all models that are accepted and have not ended are expected to need, without the lines of its batches.
+func (s *Store) TokensBesideLines(ctx context.Context, t job.Tenant) (job.Tokens, error) {
+	ctx, cancel := context.WithTimeout(ctx, opTimeout)
+	defer cancel()
+	tenant, _ := backlogNames(t, "")
+	n, err := s.db.HGet(ctx, s.sumsKey(), tenant+":/t").Int64()
+	if err != nil && !errors.Is(err, redis.Nil) { // a tenant without jobs has no sum
+		return 0, wrap(err, "reading what tenant %s has accepted", t)
+	}
+	return job.Tokens(max(0, n)), nil
 }

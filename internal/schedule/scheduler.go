@@ -52,6 +52,11 @@ const (
 	countSlack = 0.25
 	// countedLook is how often it is looked whether what an engine has computed since its last reading makes room.
 	countedLook = 10 * time.Millisecond
+	// An engine's places are as many as before where they differ by samePlaces at most, and known after placesTaken readings. What was learned of them counts for placesHold. One of sparePart places is not for batch work.
+	samePlaces  = 1
+	placesTaken = 2
+	placesHold  = 5 * time.Second
+	sparePart   = 32
 	// linedPart: so small a part of what an engine runs may wait in it besides.
 	linedPart = 8
 	// blindStarts is how many sequences run at most while the engine's metrics cannot be read, unless more do already.
@@ -87,6 +92,9 @@ type Scheduler struct {
 	share     float64 // of what the ledger counts that the engine holds: prefixes may be shared
 	foreign   float64 // tokens that the engine holds and the ledger does not know
 	waited    int     // readings in a row with requests waiting that nothing explains
+	places    int     // sequences that the engine runs at once, as seen by others' waiting inside it; 0 is unknown
+	placedAt  time.Time
+	taken     int     // readings in a row at which all places seemed taken
 	since     int     // sequences started since the last reading, less those ended
 	prefill   float64 // prompt tokens a second that the engine computes, over about the last second; by its counter
 	surplus   float64 // prompt tokens that it has counted and that are not yet those of a job
@@ -207,6 +215,7 @@ func (s *Scheduler) Observe(now time.Time, r Reading) {
 		}
 	}
 	s.countPrompts(now, r)
+	s.countPlaces(now, r)
 	s.reconcile(r)
 	s.brake(now, r)
 	s.last, s.read, s.blind, s.readAt, s.since = r, true, false, now, 0
@@ -249,6 +258,29 @@ func (s *Scheduler) countPrompts(now time.Time, r Reading) {
 
 // counted tells whether the engine's own counter says which prompts are computed.
 func (s *Scheduler) counted() bool { return s.read && !s.blind && s.last.PromptTokens >= 0 }
+
+// countPlaces learns how many sequences an engine runs at once that does not tell: requests wait inside it for a second, and what runs stays the same.
+func (s *Scheduler) countPlaces(now time.Time, r Reading) {
+	same := r.Running-s.last.Running <= samePlaces && s.last.Running-r.Running <= samePlaces
+	if s.taken++; r.Waiting <= 0 || s.last.Waiting <= 0 || !same || r.Running < 4*linedPart {
+		s.taken = 0
+	}
+	switch {
+	case s.taken >= placesTaken:
+		s.places, s.placedAt = r.Running, now
+	case s.places > 0 && now.Sub(s.placedAt) >= placesHold: // there may be more by now
+		s.places += max(1, s.places/16)
+		s.placedAt = now
+	}
+}
+
+// spare is how many sequences of the batch class more may run beside all that does: some of the engine's places are left to those who wait for a first token.
+func (s *Scheduler) spare() int {
+	if s.places == 0 || s.due() {
+		return math.MaxInt32
+	}
+	return s.places - max(1, s.places/sparePart) - s.seqs
+}
 
 // lined is how many requests may wait inside an engine that runs so many: enough that none of its places stays empty until the next reading.
 func lined(running int) int { return running / linedPart }
@@ -511,7 +543,7 @@ func (s *Scheduler) fits(now time.Time, t *Ticket) bool {
 	if len(s.running) == 0 {
 		return true
 	}
-	if n := s.bound(); n > 0 && s.seqs+t.seqs > n || s.lineRoom() < 1 {
+	if n := s.bound(); n > 0 && s.seqs+t.seqs > n || s.lineRoom() < 1 || t.Ask.Class == job.Batch && t.seqs > s.spare() {
 		return false
 	}
 	if s.oversized(t) && !slices.ContainsFunc(s.running, s.oversized) {
@@ -977,6 +1009,9 @@ func (s *Scheduler) Pull(now time.Time, class int) Wish {
 	weighted := ttft * (1 + loadWeight*s.load())
 	wish := Wish{Level: level(weighted), Busy: len(s.running)+len(s.hand) > 0}
 	room := s.room(now, typical)
+	if batch {
+		room = min(room, s.spare())
+	}
 	others := 0
 	for _, n := range s.pulls {
 		others += n

@@ -186,3 +186,40 @@ func TestBatchKeepsItsFloorAtFullLoad(t *testing.T) {
 		}
 	}
 }
+
+// TestBatchLeavesPlacesToOthers: an engine that runs so many sequences at once, which shows only by requests that wait inside it, is not filled with batch work to the last place.
+func TestBatchLeavesPlacesToOthers(t *testing.T) {
+	t.Parallel()
+	const places = 64
+	generated := int64(0)
+	engine := func(waiting int) schedule.Reading {
+		generated += 100
+		return schedule.Reading{Ranks: []schedule.Rank{{Capacity: 1_000_000, Used: 10_000}}, Running: places, Waiting: waiting, GeneratedTokens: generated, PromptTokens: -1}
+	}
+	b := start(t, schedule.Config{TokenBudget: 1 << 20, Trickle: -1}, engine(0))
+	for range places {
+		b.run(ask(job.Batch, 16))
+	}
+	if b.Pull(b.now, job.Batch.Rank()).Batch == 0 {
+		t.Fatal("nothing is known of its places, and nothing is pulled")
+	}
+	for range 5 {
+		b.wait(250 * time.Millisecond)
+		b.Observe(b.now, engine(3))
+	}
+	b.wait(250 * time.Millisecond)
+	b.Observe(b.now, engine(0))
+	if w := b.Pull(b.now, job.Batch.Rank()); w.Batch != 0 {
+		t.Errorf("%d jobs of batch work are pulled for an engine whose places are taken", w.Batch)
+	}
+	if b.Pull(b.now, job.Interactive.Rank()).Batch == 0 {
+		t.Error("nothing interactive is pulled")
+	}
+	b.wait(11 * time.Second)
+	b.Observe(b.now, engine(0))
+	b.wait(11 * time.Second)
+	b.Observe(b.now, engine(0))
+	if b.Pull(b.now, job.Batch.Rank()).Batch == 0 {
+		t.Error("what was learned is never doubted")
+	}
+}

@@ -278,6 +278,9 @@ func backlogLines(e *env) {
 	e.admit(l, d)
 	e.refused(l, e.sized(), results.OfQueue, results.Jobs, 2)
 	e.same("shown", e.backlogs()["m"].Tenants, map[job.Tenant]results.Amount{"acme": {Jobs: 4, Bytes: 400, Tokens: 200}})
+	beside, err := e.TokensBesideLines(e.ctx, "acme")
+	e.ok(err)
+	e.same("beside the lines", beside, job.Tokens(100))
 	members, err := e.InBacklog(e.ctx, "acme", "m")
 	e.ok(err)
 	e.same("members", members, map[job.ID]job.Tokens{a.ID: 50, b.ID: 50, c.ID: 50, d.ID: 50})
@@ -291,6 +294,10 @@ func backlogLines(e *env) {
 	if dropped+added != 0 {
 		e.Errorf("a repair dropped %d and added %d", dropped, added)
 	}
-	e.end(a, b, c, d)
+	e.end(a, d)
+	beside, err = e.TokensBesideLines(e.ctx, "acme")
+	e.ok(err)
+	e.same("beside the lines", beside, job.Tokens(0))
+	e.end(b, c)
 	e.same("nothing", e.backlogs(), map[job.Model]*results.Backlog{})
 }
