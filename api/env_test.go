@@ -124,7 +124,7 @@ func (c *pausable) Write(p []byte) (int, error) {
 
 func (s *natsServer) start(t testing.TB) {
 	t.Helper()
-	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: s.dir, Log: testenv.Log(t)})
+	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: s.dir, StoreLimit: testenv.Ample, MemoryLimit: testenv.Ample, Log: testenv.Log(t)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -295,8 +295,6 @@ type running struct {
 	open map[int64]place
 	// left is what the lines of each model that have not ended are expected to need.
 	left map[job.Model]job.Tokens
-	// openTokens are what the open ones of them are.
-	openTokens job.Tokens
 	// absent are open lines that had no message when the reconciler looked last.
 	absent map[int64]bool
 	// files are written, but it is not known whether their batch has ended with them.
@@ -382,7 +380,6 @@ func (r *running) note(rec *queue.Record) {
 	r.late = r.late || rec.Outcome.State == job.Expired
 	if p, ok := r.open[line]; ok {
 		delete(r.open, line)
-		r.openTokens -= p.tokens
 		r.left[p.supply.model] -= p.tokens
 	}
 	if r.loaded != nil && (r.ended.n >= r.row.Total || len(r.open) == 0 && r.row.Status != ledger.InProgress) {
@@ -396,7 +393,6 @@ func (r *running) publishing(line int64, p place) {
 	defer r.mu.Unlock()
 	if _, ok := r.open[line]; !ok && !r.ended.has(line) {
 		r.open[line] = p
-		r.openTokens += p.tokens
 	}
 }
 

@@ -228,7 +228,7 @@ func (r *running) read(ctx context.Context) (failed error) {
 		return err
 	}
 	r.mu.Lock()
-	r.open, r.left, r.openTokens = map[int64]place{}, map[job.Model]job.Tokens{}, 0
+	r.open, r.left = map[int64]place{}, map[job.Model]job.Tokens{}
 	for _, p := range portions {
 		r.left[p.Model] = p.Tokens
 	}

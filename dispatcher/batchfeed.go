@@ -86,7 +86,6 @@ func (s *lineSupply) recall(ctx context.Context) error {
 				r.left[s.model] -= e.Tokens
 			} else {
 				r.open[e.Line] = place{supply: s, at: at + int64(i), tokens: e.Tokens}
-				r.openTokens += e.Tokens
 			}
 		}
 		r.mu.Unlock()

@@ -105,7 +105,7 @@ func (e *env) background(f func(context.Context) error) {
 
 func (e *env) startNATS() {
 	e.Helper()
-	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: filepath.Join(e.dir, "nats"), Log: testenv.Log(e), Relaxed: true})
+	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: filepath.Join(e.dir, "nats"), StoreLimit: testenv.Ample, MemoryLimit: testenv.Ample, Log: testenv.Log(e), Relaxed: true})
 	e.ok(err)
 	e.server.Store(n)
 }

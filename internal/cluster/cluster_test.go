@@ -44,7 +44,7 @@ func newServer(t *testing.T) *server {
 
 func (s *server) start(t *testing.T) {
 	t.Helper()
-	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: s.dir, Log: testenv.Log(t)})
+	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: s.dir, StoreLimit: testenv.Ample, MemoryLimit: testenv.Ample, Log: testenv.Log(t)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -254,18 +254,6 @@ func (s *Share) Settle(t job.Tenant, c job.Class, counted, took job.Tokens) {
 	}
 }
 
-// Weight is a tenant's in a class now, its batches' urgency included; 0 if it has no work there.
-func (s *Share) Weight(t job.Tenant, c job.Class) float64 {
-	f := s.flows[flowKey{c.Rank(), t}]
-	if f == nil || len(f.supplies) == 0 {
-		return 0
-	}
-	return f.effective()
-}
-
-// Out is how many grants are out.
-func (s *Share) Out() int { return s.out }
-
 // room is how many tokens of a class may be fed.
 func (s *Share) room(rank int) job.Tokens {
 	left := s.look.Mark

@@ -36,7 +36,7 @@ func newServer(t testing.TB) *server {
 
 func (s *server) start(t testing.TB) {
 	t.Helper()
-	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: s.dir, Log: testenv.Log(t)})
+	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: s.dir, StoreLimit: testenv.Ample, MemoryLimit: testenv.Ample, Log: testenv.Log(t)})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -28,7 +28,7 @@ func ServeApart() bool {
 	if dir == "" {
 		return false
 	}
-	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: dir, Listen: "127.0.0.1:0", Relaxed: true, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: dir, Listen: "127.0.0.1:0", Relaxed: true, StoreLimit: Ample, MemoryLimit: Ample, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err) //nolint:errcheck // nowhere else to say it
 		os.Exit(1)

@@ -17,10 +17,13 @@ import (
 	"github.com/millrace/millrace/internal/embedded"
 )
 
+// Ample is above the sum of all streams' limits, which a server reserves but does not take: by itself it would refuse streams on a disk that is short.
+const Ample = 1 << 40
+
 // NATS starts a server of the test's own, its store in the test's folder, and stops it when the test ends.
 func NATS(t testing.TB, change ...func(*embedded.NATSConfig)) *embedded.NATS {
 	t.Helper()
-	cfg := embedded.NATSConfig{Dir: t.TempDir(), Log: Log(t)}
+	cfg := embedded.NATSConfig{Dir: t.TempDir(), StoreLimit: Ample, MemoryLimit: Ample, Log: Log(t)}
 	for _, f := range change {
 		f(&cfg)
 	}
