@@ -112,7 +112,7 @@ func TestBackgroundResponsesAreJobs(t *testing.T) {
 	}
 	// A retry by the client itself, and one with a key, find what is there.
 	first := e.began(`,"user":"a"`, "X-Stainless-Retry-Count: 0")
-	if again := e.began(`,"user":"a"`, "X-Stainless-Retry-Count: 1"); again != first {
+	if again := e.send("POST", "/v1/responses", ask(inBackground+`,"user":"a"`), "X-Stainless-Retry-Count: 1").object(t)["id"]; again != first { // it may have ended by now
 		t.Errorf("the retry is %s, the first try %s", again, first)
 	}
 	keyed := e.send("POST", "/v1/responses", ask(inBackground), "Idempotency-Key: k").object(t)["id"]
