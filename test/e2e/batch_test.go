@@ -276,18 +276,13 @@ func batchFile(n, size, tokens int) func(io.Writer) error {
 	}
 }
 
-// TestBatchSurvivesKillsOfEveryPart: a batch runs while the worker, the dispatcher, the API and NATS are killed once each; on each kind of database.
+// TestBatchSurvivesKillsOfEveryPart: a batch runs while the worker, the dispatcher, the API and NATS are killed once each, on PostgreSQL. Its sister below has SQLite and the embedded stores.
 func TestBatchSurvivesKillsOfEveryPart(t *testing.T) {
 	t.Parallel()
-	for _, database := range []string{"postgres", "sqlite"} {
-		t.Run(database, func(t *testing.T) {
-			t.Parallel()
-			const n = 2000
-			d := deployOn(t, database, 24)
-			file := d.api.upload(batchFile(n, 300, 6))
-			d.killOnTheWay(d.api.createBatch(file, "24h"), n, 3*patience)
-		})
-	}
+	const n = 2000
+	d := deployOn(t, "postgres", 24)
+	file := d.api.upload(batchFile(n, 300, 6))
+	d.killOnTheWay(d.api.createBatch(file, "24h"), n, 3*patience)
 }
 
 // killOnTheWay follows a batch of n lines to its end and kills each part once on the way.
@@ -323,13 +318,13 @@ func (d *deployment) killOnTheWay(id string, n int, within time.Duration) *batch
 // TestBatchSurvivesKillsOfTheWholePlatform: all parts of `millrace up` die at once, several times, among them soon after the beginning and near the end.
 func TestBatchSurvivesKillsOfTheWholePlatform(t *testing.T) {
 	t.Parallel()
-	const n = 2000
+	const n = 800
 	c := newBareCluster(t)
 	e := startEngine(t)
 	u := c.up("up", append(plain(24), "--engine", e.URL, "--data", c.dir+"/data")...)
 	u.start()
 	id := u.createBatch(u.upload(batchFile(n, 300, 6)), "24h")
-	marks := []int64{0, n / 4, n / 2, n * 3 / 4, n - 40}
+	marks := []int64{0, n / 2, n - 40}
 	b := u.batchEnded(id, 3*patience, func(b *batchView) {
 		if len(marks) > 0 && b.Counts.Completed >= marks[0] {
 			marks = marks[1:]
@@ -341,7 +336,7 @@ func TestBatchSurvivesKillsOfTheWholePlatform(t *testing.T) {
 	}
 	u.answersOnce(b, n)
 	// A finished line is not run again: what runs twice was in the engine when the platform died.
-	if calls := len(e.all()); calls > n+5*24*3 {
+	if calls := len(e.all()); calls > n+3*24*3 {
 		t.Errorf("%d calls of the engine for %d lines", calls, n)
 	}
 }
@@ -349,7 +344,7 @@ func TestBatchSurvivesKillsOfTheWholePlatform(t *testing.T) {
 // TestCancelKeepsWhatIsDone: the lines that have ended stay readable, and the others say that they were cancelled.
 func TestCancelKeepsWhatIsDone(t *testing.T) {
 	t.Parallel()
-	const n = 600
+	const n = 300
 	d := deployOn(t, "sqlite", 4)
 	id := d.api.createBatch(d.api.upload(batchFile(n, 300, 30)), "24h")
 	eventually(t, patience, "some lines are done", func() error {

@@ -68,7 +68,7 @@ func populate(t *testing.T, c *client, e *engine, slots int) map[string][]string
 			return err
 		}
 		lane, line := q.Waiting["standard"], q.Lines["default"]
-		if lane+line >= len(ids["queued"]) && line < n && len(ids["queued"]) < 400 {
+		if lane+line >= len(ids["queued"]) && line < n && len(ids["queued"]) < 2000 {
 			ids["queued"] = append(ids["queued"], c.submitMany(4*n, "", func(i int) string { return marked("tokens=5", 1000+len(ids["queued"])+i) })...)
 		}
 		if line < n || lane < n {
