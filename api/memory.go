@@ -88,7 +88,7 @@ func (m *memory[V]) get(ctx context.Context, key string, fetch func(context.Cont
 	case ok && now.Sub(known.at) < m.fresh:
 		return known.value, nil
 	}
-	err := error(ledger.ErrUnavailable)
+	err := ledger.ErrUnavailable
 	if m.patience.ask(now) {
 		var v any
 		v, err, _ = m.flights.Do(key, func() (any, error) { // whose result many may wait for: it is not cut by one client that leaves

@@ -66,7 +66,7 @@ func (s *Server) allow(ctx context.Context, id *ledger.Identity, tokens job.Toke
 	defer cancel()
 	left, refused, err := s.deps.Results.TakeRates(short, rates)
 	if s.limiter.answered(err == nil, err); err != nil {
-		return nil //nolint:nilerr // said above: nothing is counted then
+		return nil // said above: nothing is counted then
 	}
 	if c := callerOf(ctx); c != nil {
 		tellRates(c.header, limits, left)

@@ -144,7 +144,7 @@ func (e *env) file(b *ledger.Batch, id string) map[string]outLine {
 	e.ok(err)
 	in, err := e.blobs.Get(context.Background(), row.Blob)
 	e.ok(err)
-	defer in.Close() //nolint:errcheck // read only
+	defer in.Close()
 	raw, err := io.ReadAll(in)
 	e.ok(err)
 	if int64(len(raw)) != row.Bytes || row.Purpose != "batch_output" || row.Batch != b.ID || row.Tenant != b.Tenant || row.Key != b.Key {

@@ -128,10 +128,11 @@ func (r *running) putIndex(ctx context.Context, x *batch.Indexer) error {
 // usable says of models why the batch cannot use them. What keeps it from knowing goes to failed.
 func (r *running) usable(ctx context.Context, row *ledger.Batch, failed *error) func(job.Model) *job.Error {
 	return func(m job.Model) *job.Error {
-		known, err := true, error(nil)
+		known := true
 		if len(row.Models) > 0 && !slices.Contains(row.Models, m) {
 			known = false
 		} else if *failed == nil {
+			var err error
 			if known, err = r.v.d.knows(ctx, m); err != nil {
 				*failed, known = err, true
 			}

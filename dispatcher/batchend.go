@@ -422,7 +422,7 @@ func (f *outFile) abort() {
 		return
 	}
 	f.in.CloseWithError(errAborted)
-	<-f.done
+	<-f.done //nolint:errcheck // it says that it was aborted
 	f.in = nil
 }
 

@@ -426,7 +426,7 @@ func (r *running) refeed(ctx context.Context, numbers []int64) (int, error) {
 // again publishes lines again that are in neither queue nor DONE.
 func (s *lineSupply) again(ctx context.Context, list []entry) (int, error) {
 	one := make([]batch.Entry, 1)
-	n, size := 0, int64(0)
+	n := 0
 	for i := range list {
 		if got, err := s.l.index.Entries(s.model, list[i].at, one); err != nil || got == 0 {
 			return n, fmt.Errorf("reading the index at %d of model %s: %w", list[i].at, s.model, cmp.Or(err, io.ErrUnexpectedEOF))
@@ -434,8 +434,8 @@ func (s *lineSupply) again(ctx context.Context, list []entry) (int, error) {
 		list[i].Entry = one[0]
 	}
 	for len(list) > 0 {
-		end := 0
-		for size = 0; end < len(list) && (end == 0 || size+list[end].Length <= chunkBytes); end++ {
+		end, size := 0, int64(0)
+		for ; end < len(list) && (end == 0 || size+list[end].Length <= chunkBytes); end++ {
 			size += list[end].Length
 		}
 		jobs, err := s.jobs(ctx, job.Batch, list[:end])

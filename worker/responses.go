@@ -80,7 +80,7 @@ func (c *call) now() int64 { return int64(c.w.deps.Results.Now()) / 1000 }
 // respondWhole makes a response of the engine's whole answer, which is a good one.
 func (c *call) respondWhole(ctx context.Context, r *reply) *fault {
 	a := c.answering
-	status := responses.Completed
+	var status responses.Status
 	if a.native() {
 		sum, err := responses.Summarize(r.body)
 		switch {

@@ -177,7 +177,7 @@ func (f *fakeBatches) upload(w http.ResponseWriter, r *http.Request) {
 			f.files[id] = string(text)
 			f.asked = append(f.asked, "upload "+p.FileName())
 			f.mu.Unlock()
-			defer fmt.Fprintf(w, `{"id":%q,"bytes":%d}`, id, len(text)) //nolint:errcheck // of a test
+			defer fmt.Fprintf(w, `{"id":%q,"bytes":%d}`, id, len(text))
 		}
 	}
 }

@@ -199,7 +199,7 @@ func (s *Share) Offer(key string, o Offer) {
 	} else {
 		delete(s.urgent, key)
 		if u.hurried {
-			u.hurried, moved = false, true
+			u.hurried = false
 			s.leave(u)
 		}
 		u.lack = 0

@@ -190,7 +190,7 @@ func (s *Store) Portions(ctx context.Context, batch string) ([]Portion, error) {
 	return all, err
 }
 
-// StartBatch: validating -> in_progress, with Total, Tokens, Model and its portions. ErrState if it is not validating.
+// StartBatch moves validating -> in_progress, with Total, Tokens, Model and its portions. ErrState if it is not validating.
 func (s *Store) StartBatch(ctx context.Context, epoch uint64, id string, now job.Millis, model job.Model, portions []Portion) (*Batch, error) {
 	return s.lead(ctx, epoch, "starting the batch "+id, id, func(q *query, b *Batch) error {
 		if b.Status != Validating {
@@ -224,7 +224,7 @@ func (s *Store) lead(ctx context.Context, epoch uint64, doing, id string, decide
 	return s.change(ctx, func(q *query) error { return q.fence(epoch) }, doing, id, decide)
 }
 
-// RejectBatch: validating -> failed, with errors.
+// RejectBatch moves validating -> failed, with errors.
 func (s *Store) RejectBatch(ctx context.Context, epoch uint64, id string, now job.Millis, errs []job.LineError) (*Batch, error) {
 	return s.lead(ctx, epoch, "rejecting the batch "+id, id, func(_ *query, b *Batch) error {
 		if b.Status != Validating {
@@ -254,7 +254,7 @@ func (s *Store) Reserve(ctx context.Context, epoch uint64, batch string, m job.M
 	})
 }
 
-// FinalizeBatch: in_progress -> finalizing; late tells that its end will be expired. ErrState if it is not in progress.
+// FinalizeBatch moves in_progress -> finalizing; late tells that its end will be expired. ErrState if it is not in progress.
 func (s *Store) FinalizeBatch(ctx context.Context, epoch uint64, id string, now job.Millis, late bool) (*Batch, error) {
 	return s.lead(ctx, epoch, "finalizing the batch "+id, id, func(_ *query, b *Batch) error {
 		if b.Status != InProgress {
@@ -265,7 +265,7 @@ func (s *Store) FinalizeBatch(ctx context.Context, epoch uint64, id string, now 
 	})
 }
 
-// EndBatch: finalizing -> completed or expired, cancelling -> cancelled, with its files (either may be nil) in the same transaction, and the final counts. ErrState if it is neither.
+// EndBatch moves finalizing -> completed or expired, cancelling -> cancelled, with its files (either may be nil) in the same transaction, and the final counts. ErrState if it is neither.
 func (s *Store) EndBatch(ctx context.Context, epoch uint64, id string, now job.Millis, done, bad int64, output, errorFile *File) (*Batch, error) {
 	return s.lead(ctx, epoch, "ending the batch "+id, id, func(q *query, b *Batch) error {
 		switch {

@@ -67,7 +67,7 @@ func Open(ctx context.Context, cfg Config, log *slog.Logger) (_ *Store, err erro
 		return nil, err
 	}
 	if err := s.checkSchema(ctx); err != nil {
-		s.closePools()
+		_ = s.closePools() // the first error counts
 		return nil, err
 	}
 	s.uses = startUses(s)
@@ -111,7 +111,7 @@ func connect(ctx context.Context, cfg Config, create bool, log *slog.Logger) (*S
 		return nil, err
 	}
 	if err := s.knock(ctx); err != nil {
-		s.closePools()
+		_ = s.closePools() // the first error counts
 		return nil, err
 	}
 	return s, nil

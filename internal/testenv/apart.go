@@ -30,7 +30,7 @@ func ServeApart() bool {
 	}
 	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: dir, Listen: "127.0.0.1:0", Relaxed: true, StoreLimit: Ample, MemoryLimit: Ample, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
 	if err != nil {
-		fmt.Fprintln(os.Stderr, err) //nolint:errcheck // nowhere else to say it
+		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 	defer n.Shutdown()

@@ -388,7 +388,7 @@ func goBatchInvalid(t *testing.T, s *server) {
 	client := s.client(t)
 	good := strings.TrimSuffix(batchLine("%s", "hi", 1), "\n")
 	line := func(id string) string { return fmt.Sprintf(good, id) }
-	with := func(id, old, new string) string { return strings.Replace(line(id), old, new, 1) }
+	with := func(id, old, replaced string) string { return strings.Replace(line(id), old, replaced, 1) }
 	lines := [][2]string{
 		{line("first"), ""},
 		{"not JSON", "invalid_json_line "},

@@ -226,7 +226,7 @@ func goBackgroundStream(t *testing.T, s *server, _ bool) {
 	}
 	id, after := begun[0].Response.ID, begun[len(begun)-1].SequenceNumber
 	rest := follow(t, client.Responses.GetStreaming(soon(t), id, responses.ResponseGetParams{StartingAfter: openai.Int(after)}))
-	joined := append(begun, rest...)
+	joined := slices.Concat(begun, rest)
 	if diff := cmp.Diff(wholeStream("response.completed"), types(joined)); diff != "" {
 		t.Errorf("the events (-want +got):\n%s", diff)
 	}
