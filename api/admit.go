@@ -116,11 +116,7 @@ func (s *Server) known(ctx context.Context, m job.Model) (cluster.KnownModel, bo
 		if held || err != nil {
 			return cluster.KnownModel{Model: m}, held, err
 		}
-		_, since := s.deps.Cluster.Connected()
-		if since.Before(s.started) {
-			since = s.started
-		}
-		if time.Since(since) > settleTime {
+		if s.deps.Cluster.Listening(s.started) > settleTime {
 			return cluster.KnownModel{}, false, nil
 		}
 		select {

@@ -489,9 +489,6 @@ func (s *Server) openFile(ctx context.Context, t job.Tenant, id string) (io.Read
 	return r, nil
 }
 
-// metadataRetryOf is the metadata key that names the batch whose failed lines a batch repeats.
-const metadataRetryOf = "millrace_retry_of"
-
 // retryTimeout bounds the making of a retry's input file.
 const retryTimeout = 10 * time.Minute
 
@@ -556,8 +553,8 @@ func retryMetadata(old *ledger.Batch) map[string]string {
 	if m == nil {
 		m = make(map[string]string)
 	}
-	if _, there := m[metadataRetryOf]; there || len(m) < maxPairs {
-		m[metadataRetryOf] = old.ID
+	if _, there := m[batch.RetryOf]; there || len(m) < maxPairs {
+		m[batch.RetryOf] = old.ID
 	}
 	return m
 }
@@ -609,7 +606,7 @@ func (s *Server) failedLines(ctx context.Context, old *ledger.Batch) (*ledger.Fi
 	}
 	defer input.Close() //nolint:errcheck // read only
 	now := s.deps.Results.Now()
-	id := job.NewName(filePrefix, now.Time())
+	id := job.NewName(ledger.FilePrefix, now.Time())
 	f := &ledger.File{ID: id, Tenant: old.Tenant, Purpose: purposeBatch, Filename: old.ID + "_retry.jsonl", Blob: id, Created: now}
 	sum := sha256.New()
 	read, write := io.Pipe()

@@ -245,18 +245,43 @@ func (s *Server) answerFromEvents(c echo.Context, v *view) error {
 		return s.answerFromJob(c, v)
 	}
 	if v.job.Endpoint == job.Responses {
-		return s.follow(c, v, 0, &typedReplay{s: s, c: c, fresh: true})
+		return s.follow(c, v, 0, &typedReplay{eventStream: eventStream{c: c}, s: s, fresh: true})
 	}
-	return s.follow(c, v, 0, &replay{s: s, c: c})
+	return s.follow(c, v, 0, &replay{eventStream: eventStream{c: c}, s: s})
 }
 
 // replay writes a job's token events as an engine's stream.
 type replay struct {
+	eventStream
 	s     *Server
-	c     echo.Context
 	after int64
-	// begun: the head is sent. shown: the client has some of the answer.
-	begun, shown bool
+	// shown: the client has some of the answer.
+	shown bool
+}
+
+// eventStream is one whose head is sent with its first bytes.
+type eventStream struct {
+	c     echo.Context
+	begun bool
+}
+
+func (w *eventStream) keepAlive(comment []byte) error { return w.write(bytes.NewBuffer(comment)) }
+
+func (w *eventStream) write(b *bytes.Buffer) error {
+	if b.Len() == 0 {
+		return nil
+	}
+	if !w.begun {
+		w.begun = true
+		beginEvents(w.c)
+	}
+	if _, err := w.c.Response().Write(b.Bytes()); err != nil {
+		return errNobodyReads
+	}
+	if flush(w.c) != nil {
+		return errNobodyReads
+	}
+	return nil
 }
 
 func (p *replay) take(ctx context.Context, events []job.Event, span results.Span, v *view) (after int64, done bool, err error) {
@@ -346,29 +371,6 @@ func (p *replay) fail(b *bytes.Buffer, e *job.Error) error {
 
 // breakOff is an error event, for a stream that just ended would look whole.
 func (p *replay) breakOff(f *failure) error { return p.fail(&bytes.Buffer{}, f.body) }
-
-func (p *replay) keepAlive(comment []byte) error {
-	var b bytes.Buffer
-	b.Write(comment)
-	return p.write(&b)
-}
-
-func (p *replay) write(b *bytes.Buffer) error {
-	if b.Len() == 0 {
-		return nil
-	}
-	if !p.begun {
-		p.begun = true
-		beginEvents(p.c)
-	}
-	if _, err := p.c.Response().Write(b.Bytes()); err != nil {
-		return errNobodyReads
-	}
-	if flush(p.c) != nil {
-		return errNobodyReads
-	}
-	return nil
-}
 
 // chunks parts the engine's chunks that share one event. A chunk that has lines of its own stays whole.
 func chunks(data []byte) [][]byte {

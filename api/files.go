@@ -57,8 +57,6 @@ var purposes = []string{purposeBatch, "user_data", "assistants", "fine-tune", "v
 
 const (
 	filesRoute = "/v1/files"
-	// filePrefix begins a file's id.
-	filePrefix = "file-"
 	maxFiles   = 10_000 // of a page
 	// maxForm bounds what an upload's request may hold beside the file, maxField the value of one field.
 	maxForm  = 1 << 20
@@ -171,7 +169,7 @@ func (s *Server) readForm(c echo.Context, room int64) (*fileForm, error) {
 	}
 	in := &patientReader{from: http.MaxBytesReader(server, r.Body, s.cfg.MaxFile+maxForm), control: control, end: time.Now().Add(uploadTimeout)}
 	body := &rememberingReader{from: in}
-	form := &fileForm{id: job.NewName(filePrefix, time.Now())}
+	form := &fileForm{id: job.NewName(ledger.FilePrefix, time.Now())}
 	err = s.readParts(c, form, multipart.NewReader(bufio.NewReaderSize(body, 64<<10), params["boundary"]), room)
 	switch {
 	case err == nil:
@@ -519,7 +517,7 @@ func expired(f *ledger.File, now job.Millis) bool { return f.Expires != 0 && f.E
 
 // isFileID tells whether text may be a file's id. What is not never gets into a query.
 func isFileID(text string) bool {
-	rest, ok := strings.CutPrefix(text, filePrefix)
+	rest, ok := strings.CutPrefix(text, ledger.FilePrefix)
 	return ok && len(rest) > 0 && len(rest) <= 100 && strings.IndexFunc(rest, func(r rune) bool {
 		return (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && (r < '0' || r > '9') && r != '_' && r != '-'
 	}) < 0

@@ -52,7 +52,7 @@ func (s *Server) chatOnly(m job.Model) bool {
 // answerBackground answers a background request: with the object as it now is, or with the stream of its events, which the client may leave and resume.
 func (s *Server) answerBackground(c echo.Context, v *view, stream bool) error {
 	if stream {
-		return s.follow(c, v, 0, &typedReplay{s: s, c: c, fresh: true})
+		return s.follow(c, v, 0, &typedReplay{eventStream: eventStream{c: c}, s: s, fresh: true})
 	}
 	return s.writeResponse(c, v)
 }
@@ -107,7 +107,7 @@ func (s *Server) getResponse(c echo.Context) error {
 		return err
 	}
 	if ask.stream {
-		return s.follow(c, v, ask.after, &typedReplay{s: s, c: c, after: ask.after, fresh: !ask.resumed})
+		return s.follow(c, v, ask.after, &typedReplay{eventStream: eventStream{c: c}, s: s, after: ask.after, fresh: !ask.resumed})
 	}
 	if before := v.state.Public(); wait > 0 && !v.ended() {
 		ctx, cancel := context.WithTimeout(c.Request().Context(), wait)
@@ -292,12 +292,12 @@ func (s *Server) errorOfResponse(ctx context.Context, v *view) *responses.Error 
 // typedReplay writes a job's events as the typed events of a response. Each has the number of the job's event as its sequence_number, so that a client which resumes after any gets the next; what the job's own
 // events stand for is told in the words of this API: that it was created, with number 0, that it begins anew, and how it ended.
 type typedReplay struct {
+	eventStream
 	s     *Server
-	c     echo.Context
 	after int64
-	// fresh: the client has nothing yet. begun: the head is sent. idle counts looks in a row at an ended job that found nothing.
-	fresh, begun bool
-	idle         int
+	// fresh: the client has nothing yet. idle counts looks in a row at an ended job that found nothing.
+	fresh bool
+	idle  int
 }
 
 func (p *typedReplay) take(ctx context.Context, events []job.Event, span results.Span, v *view) (after int64, done bool, err error) {
@@ -395,29 +395,6 @@ func (p *typedReplay) fail(b *bytes.Buffer, e *job.Error) error {
 }
 
 func (p *typedReplay) breakOff(f *failure) error { return p.fail(&bytes.Buffer{}, f.body) }
-
-func (p *typedReplay) keepAlive(comment []byte) error {
-	var b bytes.Buffer
-	b.Write(comment)
-	return p.write(&b)
-}
-
-func (p *typedReplay) write(b *bytes.Buffer) error {
-	if b.Len() == 0 {
-		return nil
-	}
-	if !p.begun {
-		p.begun = true
-		beginEvents(p.c)
-	}
-	if _, err := p.c.Response().Write(b.Bytes()); err != nil {
-		return errNobodyReads
-	}
-	if flush(p.c) != nil {
-		return errNobodyReads
-	}
-	return nil
-}
 
 // writeTyped writes one event under its type's name.
 func writeTyped(b *bytes.Buffer, kind string, data []byte) {

@@ -57,7 +57,7 @@ type driver struct {
 	nudge   chan struct{}
 	// admitting is held from the question whether a batch's tokens fit its tenant's quota to the answer's being written.
 	admitting sync.Mutex
-	running   sync.WaitGroup
+	driving   sync.WaitGroup
 
 	mu      sync.Mutex // guards what follows
 	batches map[string]*running
@@ -89,7 +89,7 @@ func (v *driver) run(ctx context.Context) {
 	}); err != nil { // the looks at the ledger do without
 		v.d.log.Warn("listening for batches", "err", err)
 	}
-	defer v.running.Wait()
+	defer v.driving.Wait()
 	t := time.NewTicker(batchLook)
 	defer t.Stop()
 	failing := false
@@ -141,7 +141,7 @@ func (v *driver) look(ctx context.Context) error {
 		if r == nil {
 			r = newRunning(v, row)
 			v.batches[row.ID] = r
-			v.running.Go(func() { v.drive(ctx, r) })
+			v.driving.Go(func() { v.drive(ctx, r) })
 			continue
 		}
 		r.learn(row)

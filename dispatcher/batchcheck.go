@@ -19,11 +19,10 @@ const (
 	mostLineErrors = 1000
 	// modelsSettle is for how long after its start, or after its connection came back, a process may not yet have heard of every model.
 	modelsSettle = 3 * time.Second
-	indexPrefix  = "batchindex-"
 )
 
 // indexBlob names a batch's index. It is always made anew from the file, which gives the same bytes each time: whoever writes it last has changed nothing.
-func indexBlob(batch string) string { return indexPrefix + batch }
+func indexBlob(id string) string { return batch.IndexPrefix + id }
 
 // validate reads the whole file, and starts the batch or rejects it. Order: index -> the row, with its portions, in one transaction (the point of no return). If we crash before that, all of it is done again.
 func (r *running) validate(ctx context.Context) error {
@@ -159,11 +158,7 @@ func (d *Dispatcher) knows(ctx context.Context, m job.Model) (bool, error) {
 		if slices.Contains(queues, m) {
 			return true, nil
 		}
-		_, since := d.deps.Cluster.Connected()
-		if since.Before(d.begun) {
-			since = d.begun
-		}
-		if time.Since(since) > modelsSettle {
+		if d.deps.Cluster.Listening(d.begun) > modelsSettle {
 			return false, nil
 		}
 		select {

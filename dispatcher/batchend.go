@@ -181,7 +181,7 @@ func (r *running) neverRun(row *ledger.Batch, m job.Model) *job.Error {
 
 // fileID names a file of a batch: always the same, so that a second try to end the batch does not make other files.
 func fileID(batch string, kind int64) string {
-	return "file-" + strings.TrimPrefix(string(job.LineID(batch, kind)), "job_")
+	return ledger.FilePrefix + strings.TrimPrefix(string(job.LineID(batch, kind)), "job_")
 }
 
 // The kinds of files are numbers that no line has.
@@ -318,7 +318,7 @@ func (r *running) rest(ctx context.Context, row *ledger.Batch, s *lineSupply, se
 			if seen.has(e.Line) {
 				continue
 			}
-			if place := at + int64(i); place < s.touched { // it has an outcome
+			if place := at + int64(i); place < s.untouched { // it has an outcome
 				rec, err := r.v.d.deps.Queue.Outcome(ctx, row.Tenant, r.id, job.LineID(r.id, e.Line))
 				if err != nil {
 					if errors.Is(err, queue.ErrNotFound) { // lost with its stream, just now

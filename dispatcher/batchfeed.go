@@ -48,8 +48,8 @@ type lineSupply struct {
 	reserved int64
 	// doubtful lines stand before it: an earlier leader may have queued them.
 	doubtful int64
-	// touched: from here on nothing was queued by anybody.
-	touched int64
+	// untouched: from here on nothing was queued by anybody.
+	untouched int64
 	// ahead are the next lines, as far as the index was read.
 	ahead []entry
 	read  int64
@@ -62,7 +62,7 @@ type entry struct {
 }
 
 func newLineSupply(r *running, l *lines, p ledger.Portion) *lineSupply {
-	s := &lineSupply{r: r, l: l, model: p.Model, lines: p.Lines, reserved: p.Reserved, doubtful: p.Reserved, touched: p.Reserved, read: p.Confirmed}
+	s := &lineSupply{r: r, l: l, model: p.Model, lines: p.Lines, reserved: p.Reserved, doubtful: p.Reserved, untouched: p.Reserved, read: p.Confirmed}
 	s.fedTo.Store(p.Confirmed)
 	return s
 }
@@ -209,7 +209,7 @@ func (s *lineSupply) feedChunk(ctx context.Context, c job.Class, most int, token
 		return nil, err
 	}
 	// From here on the lines may be queued, whatever we hear of it.
-	s.touched = max(s.touched, chunk[n-1].at+1)
+	s.untouched = max(s.untouched, chunk[n-1].at+1)
 	for _, e := range chunk {
 		s.r.publishing(e.Line, place{supply: s, at: e.at, tokens: e.Tokens})
 	}

@@ -7,13 +7,12 @@ import (
 	"strings"
 	"time"
 
+	"github.com/millrace/millrace/internal/batch"
 	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/queue"
 )
-
-// filePrefix begins the names of files' objects, as it begins files' ids.
-const filePrefix = "file-"
 
 // fileChunk is how many files are looked at, or removed, at a time.
 const fileChunk = 100
@@ -28,13 +27,13 @@ func (d *Dispatcher) sweepBlobs(ctx context.Context) error {
 		switch {
 		case i.Time > limit.UnixMilli():
 			return nil
-		case strings.HasPrefix(i.Name, filePrefix):
+		case strings.HasPrefix(i.Name, ledger.FilePrefix):
 			if files = append(files, i.Name); len(files) == fileChunk {
 				defer func() { files = files[:0] }()
 				return d.dropUnknownFiles(ctx, files)
 			}
 			return nil
-		case strings.HasPrefix(i.Name, indexPrefix):
+		case strings.HasPrefix(i.Name, batch.IndexPrefix):
 			indexes = append(indexes, i.Name)
 			return nil
 		case !isJob:

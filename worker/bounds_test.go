@@ -138,11 +138,12 @@ func TestAcceptedJobsComeBackThoughTheQueueIsFull(t *testing.T) {
 	}
 	eng.then(reply(200, `{"choices":[]}`))
 	for _, j := range all {
-		if j != first && e.get(j).State == job.Running { // it was called before
-			p.Preempt(j.ID)
-		}
-	}
-	for _, j := range all {
+		e.until("it ends", func() bool {
+			for _, held := range all {
+				p.Preempt(held.ID) // it may have been called before
+			}
+			return e.get(j).State.Ended()
+		})
 		e.completed(j)
 	}
 }

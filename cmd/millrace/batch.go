@@ -18,6 +18,7 @@ import (
 	"github.com/millrace/millrace/internal/client"
 	"github.com/millrace/millrace/internal/config"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/ledger"
 )
 
 func newBatch(p *program) *cobra.Command {
@@ -101,7 +102,7 @@ or the id of one that is stored at the server.`,
 
 func createBatch(cmd *cobra.Command, p *program, c *client.Client, name string, what createFlags) (*client.Batch, error) {
 	ctx := cmd.Context()
-	if _, err := os.Stat(name); err != nil && strings.HasPrefix(name, "file-") {
+	if _, err := os.Stat(name); err != nil && strings.HasPrefix(name, ledger.FilePrefix) {
 		if what.endpoint == "" {
 			what.endpoint = string(job.ChatCompletions)
 		}

@@ -20,6 +20,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"github.com/millrace/millrace/internal/batch"
 	"github.com/millrace/millrace/internal/client"
 	"github.com/millrace/millrace/internal/job"
 )
@@ -310,9 +311,6 @@ type batchRun struct {
 // inputDigest is the metadata that a batch is known by to the command that began it.
 const inputDigest = "millrace_input"
 
-// retryOf is the metadata by which the server marks a batch of another's failed lines, which has the other's metadata besides.
-const retryOf = "millrace_retry_of"
-
 // mostMetadata is how many pairs a batch may have.
 const mostMetadata = 16
 
@@ -389,7 +387,7 @@ func (r *batchRun) find(ctx context.Context, digest string) (*client.Batch, erro
 			if b.CreatedAt < oldest {
 				return nil, nil //nolint:nilnil // there is none, as it says
 			}
-			if b.Metadata[inputDigest] == digest && b.Metadata[retryOf] == "" && !b.Ended() && b.Status != client.BatchCancelling {
+			if b.Metadata[inputDigest] == digest && b.Metadata[batch.RetryOf] == "" && !b.Ended() && b.Status != client.BatchCancelling {
 				return b, nil
 			}
 		}

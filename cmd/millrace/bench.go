@@ -54,15 +54,7 @@ job. On the embedded store, and on a real Redis where redis-server is found.`,
 				return usageError(cmd, err)
 			}
 			cfg.Log, cfg.Version = logger, buildVersion()
-			if cfg.RedisServer == off {
-				cfg.RedisServer = ""
-			} else if cfg.RedisServer == "" {
-				cfg.RedisServer = bench.FindRedis()
-			}
-			begun := time.Now()
-			cfg.Say = func(step string) {
-				fmt.Fprintf(p.err, "%5.1fs  %s\n", time.Since(begun).Seconds(), step) //nolint:errcheck // shown to people only
-			}
+			cfg.RedisServer, cfg.Say = redisServer(cfg.RedisServer), p.steps()
 			r, err := bench.Dispatch(cmd.Context(), cfg)
 			if err != nil {
 				return err
@@ -239,4 +231,23 @@ func printRouting(w io.Writer, r *routing.Report) error {
 	}
 	_, err := fmt.Fprintf(w, "\nMillrace's P99 over that of %s: TTFT %.2f, E2E %.2f\n", routing.LeastLoadRandom, r.RatioTTFTP99, r.RatioE2EP99)
 	return err
+}
+
+// redisServer is the program that --redis-server means: the one on the PATH if none is named, "" for none.
+func redisServer(named string) string {
+	switch named {
+	case off:
+		return ""
+	case "":
+		return bench.FindRedis()
+	}
+	return named
+}
+
+// steps returns a function that tells people of each step of a benchmark, and when it began.
+func (p *program) steps() func(step string) {
+	begun := time.Now()
+	return func(step string) {
+		fmt.Fprintf(p.err, "%5.1fs  %s\n", time.Since(begun).Seconds(), step) //nolint:errcheck // shown to people only
+	}
 }

@@ -4,11 +4,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"time"
 
 	"github.com/spf13/cobra"
 
-	"github.com/millrace/millrace/bench"
 	"github.com/millrace/millrace/bench/batch"
 	"github.com/millrace/millrace/internal/config"
 	"github.com/millrace/millrace/internal/telemetry"
@@ -43,15 +41,7 @@ once, how much memory each role takes, and what interactive calls beside it noti
 			if cfg.Rate == 0 {
 				cfg.Rate = -1
 			}
-			if cfg.RedisServer == off {
-				cfg.RedisServer = ""
-			} else if cfg.RedisServer == "" {
-				cfg.RedisServer = bench.FindRedis()
-			}
-			begun := time.Now()
-			cfg.Say = func(step string) {
-				fmt.Fprintf(p.err, "%5.1fs  %s\n", time.Since(begun).Seconds(), step) //nolint:errcheck // shown to people only
-			}
+			cfg.RedisServer, cfg.Say = redisServer(cfg.RedisServer), p.steps()
 			r, err := batch.Run(cmd.Context(), cfg)
 			if err != nil {
 				return err

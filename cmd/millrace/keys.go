@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
@@ -131,11 +132,19 @@ a second and in all its processes: make one of scope admin first, for yourself.`
 				k.ExpiresAt = float64(time.Now().Add(lives).Unix())
 			}
 			return conn.do(cmd, func(ctx context.Context, a administration) error {
+				before, err := a.Keys(ctx, "")
+				if err != nil {
+					return err
+				}
 				made, err := a.CreateKey(ctx, k)
 				if err != nil {
 					return err
 				}
-				return printSecret(p, made, out, "")
+				more := ""
+				if len(before) == 0 && !slices.Contains(scopes, string(ledger.Admin)) {
+					more = "\nIt is the first key: from now on nobody is let in without one, nor you. For /admin make one with --scope admin, straight in the database: --data DIR or --database-url URL."
+				}
+				return printSecret(p, made, out, more)
 			})
 		},
 	}

@@ -13,6 +13,12 @@ import (
 	"github.com/millrace/millrace/internal/job"
 )
 
+// IndexPrefix begins the names of the objects that hold indexes.
+const IndexPrefix = "batchindex-"
+
+// RetryOf is the metadata key that names the batch whose failed lines a batch repeats.
+const RetryOf = "millrace_retry_of"
+
 // MaxCustomID bounds a custom_id in bytes.
 const MaxCustomID = 512
 

@@ -383,6 +383,16 @@ func (s *objectStore) Delete(ctx context.Context, name string) error {
 }
 
 func (s *objectStore) List(ctx context.Context, fn func(Info) error) error {
+	return s.each(ctx, func(info *jetstream.ObjectInfo, at time.Time) error {
+		if info.Deleted {
+			return nil
+		}
+		return fn(Info{Name: info.Name, Size: int64(info.Size), Time: at.UnixMilli()})
+	})
+}
+
+// each calls fn with what the bucket says of every object, and when that was written; markers of deletion, which other tools write, included.
+func (s *objectStore) each(ctx context.Context, fn func(*jetstream.ObjectInfo, time.Time) error) error {
 	for seq := uint64(1); ; {
 		m, err := s.next(ctx, metaPrefix+">", seq)
 		if errors.Is(err, ErrNotFound) {
@@ -396,10 +406,7 @@ func (s *objectStore) List(ctx context.Context, fn func(Info) error) error {
 		if err := json.Unmarshal(m.Data, &info); err != nil {
 			return fmt.Errorf("listing the objects: %w: %w", ErrCorrupt, err)
 		}
-		if info.Deleted {
-			continue
-		}
-		if err := fn(Info{Name: info.Name, Size: int64(info.Size), Time: m.Time.UnixMilli()}); err != nil {
+		if err := fn(&info, m.Time); err != nil {
 			return err
 		}
 	}
@@ -408,20 +415,12 @@ func (s *objectStore) List(ctx context.Context, fn func(Info) error) error {
 // Tidy looks at the objects before it looks at the chunks: chunks that get an object in between are young.
 func (s *objectStore) Tidy(ctx context.Context, before time.Time) error {
 	needed := make(map[string]bool)
-	for seq := uint64(1); ; {
-		m, err := s.next(ctx, metaPrefix+">", seq)
-		if errors.Is(err, ErrNotFound) {
-			break
-		}
-		if err != nil {
-			return fmt.Errorf("listing the objects: %w", err)
-		}
-		seq = m.Seq + 1
-		var info jetstream.ObjectInfo
-		if err := json.Unmarshal(m.Data, &info); err != nil {
-			return fmt.Errorf("listing the objects: %w: %w", ErrCorrupt, err)
-		}
+	err := s.each(ctx, func(info *jetstream.ObjectInfo, _ time.Time) error {
 		needed[chunkPrefix+info.NUID] = true
+		return nil
+	})
+	if err != nil {
+		return err
 	}
 	subjects, err := s.chunkSubjects(ctx)
 	if err != nil {

@@ -213,6 +213,15 @@ func (c *Cluster) Connected() (bool, time.Time) {
 	return connected, c.registry.since
 }
 
+// Listening is for how long without a break this process has heard heartbeats: since its connection came back, but no longer than since begun.
+func (c *Cluster) Listening(begun time.Time) time.Duration {
+	_, since := c.Connected()
+	if since.Before(begun) {
+		since = begun
+	}
+	return time.Since(since)
+}
+
 // Members lists who is alive as Alive has it, by id.
 func (c *Cluster) Members() []Member {
 	c.mu.Lock()

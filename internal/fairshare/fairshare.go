@@ -189,8 +189,7 @@ func (s *Share) Offer(key string, o Offer) {
 		u = &supply{key: key}
 		s.supplies[key] = u
 	}
-	moved := u.offer.Tenant != o.Tenant || u.offer.Class != o.Class
-	if moved {
+	if u.offer.Tenant != o.Tenant || u.offer.Class != o.Class {
 		s.leave(u)
 	}
 	u.offer = o

@@ -89,6 +89,9 @@ type Identity struct {
 	Tenant Tenant
 }
 
+// FilePrefix begins a file's id, and the names of its objects.
+const FilePrefix = "file-"
+
 // File is a stored file. Its bytes are the blob of that name.
 type File struct {
 	ID       string // "file-…"

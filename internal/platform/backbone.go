@@ -20,6 +20,7 @@ import (
 
 	"github.com/millrace/millrace/api"
 	"github.com/millrace/millrace/dispatcher"
+	"github.com/millrace/millrace/internal/batch"
 	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/engine"
@@ -106,7 +107,7 @@ func OpenBackbone(ctx context.Context, cfg BackboneConfig, log *slog.Logger) (_ 
 		if err != nil {
 			return nil, err
 		}
-		b.blobs = blob.Split(b.blobs, files, "file-", "batchindex-")
+		b.blobs = blob.Split(b.blobs, files, ledger.FilePrefix, batch.IndexPrefix)
 	}
 
 	if b.cluster, err = await(ctx, log, "NATS key-value store", cfg.NATSURL, func(ctx context.Context) (*cluster.Cluster, error) {

@@ -440,14 +440,15 @@ func (s *Scheduler) computed(now time.Time, t *Ticket) {
 func (s *Scheduler) ahead(now time.Time) job.Tokens {
 	for _, t := range s.running {
 		if t.pending {
-			if !t.Ask.Streams && s.counted() { // as it went on before the last reading
-				done := s.prefill * min(now.Sub(s.readAt), fresh).Seconds()
-				if s.last.Waiting == 0 { // it keeps up with what it gets, and may with more
-					done *= 2
+			base, each := s.pace.line()
+			if !t.Ask.Streams && s.counted() { // as it went on before the last reading; faster, if it kept up with what it got
+				rate := s.prefill
+				if s.last.Waiting == 0 {
+					rate = max(2*rate, 1/each)
 				}
+				done := rate * min(now.Sub(maxTime(t.started, s.readAt)), fresh).Seconds()
 				return s.pending - job.Tokens(min(done, float64(s.pending)))
 			}
-			base, each := s.pace.line()
 			done := (now.Sub(maxTime(t.started, s.computedAt)).Seconds() - base) / each
 			return s.pending - job.Tokens(min(max(done, 0), computedPart*float64(s.pending)))
 		}
@@ -723,10 +724,11 @@ func (s *Scheduler) next(now time.Time) (next time.Time) {
 	}
 	for _, t := range s.running {
 		if t.pending && !t.Ask.Streams {
-			if sooner(t.due); s.counted() {
+			if s.counted() {
 				sooner(now.Add(countedLook))
 				break
 			}
+			sooner(t.due)
 		}
 	}
 	if s.hand[0].Ask.Class == job.Interactive {

@@ -223,3 +223,55 @@ func TestBatchLeavesPlacesToOthers(t *testing.T) {
 		t.Error("what was learned is never doubted")
 	}
 }
+
+// TestCounterTellsOfUnstreamedPrompts: what nobody sees computed is computed when the engine has counted it. Until its next word it is believed to go on, so that who comes next waits for no reading; and nothing is believed while
+// requests wait inside it.
+func TestCounterTellsOfUnstreamedPrompts(t *testing.T) {
+	t.Parallel()
+	engine := func(running, waiting int, prompts int64) schedule.Reading {
+		return schedule.Reading{Ranks: []schedule.Rank{{Capacity: 1_000_000}}, Running: running, Waiting: waiting, GeneratedTokens: prompts, PromptTokens: prompts}
+	}
+	unstreamed := ask(job.Interactive, 600)
+	unstreamed.Streams = false
+	b := start(t, schedule.Config{TokenBudget: 768}, engine(0, 0, 0))
+	b.offer(unstreamed)
+	next := b.Offer(b.now, unstreamed)
+	if got, _ := b.Start(b.now); len(got) != 0 {
+		t.Fatal("two prompts over the budget start at once")
+	}
+	b.wait(200 * time.Millisecond) // more than 600 tokens take by the first guess
+	if got, _ := b.Start(b.now); len(got) != 1 || got[0] != next {
+		t.Error("the next prompt waits for a reading")
+	}
+	// The first is counted, the second is not: it waits inside the engine, and goes on doing so.
+	b.wait(50 * time.Millisecond)
+	b.Observe(b.now, engine(1, 1, 600))
+	b.wait(400 * time.Millisecond)
+	b.Observe(b.now, engine(1, 1, 600))
+	b.Offer(b.now, unstreamed)
+	if got, _ := b.Start(b.now); len(got) != 0 {
+		t.Error("a prompt that waits inside the engine is taken as computed")
+	}
+	b.wait(50 * time.Millisecond)
+	b.Observe(b.now, engine(2, 0, 1200))
+	if got, _ := b.Start(b.now); len(got) != 1 {
+		t.Error("nothing starts though all that started is computed")
+	}
+}
+
+// TestLineInsideTheEngineIsShort: an engine that runs many and in which requests wait gets few more, whatever room its cache has.
+func TestLineInsideTheEngineIsShort(t *testing.T) {
+	t.Parallel()
+	b := start(t, schedule.Config{TokenBudget: 1 << 20}, schedule.Reading{Ranks: []schedule.Rank{{Capacity: 1_000_000}}, GeneratedTokens: 0, PromptTokens: 0})
+	b.run(ask(job.Standard, 16))
+	b.Observe(b.now, schedule.Reading{Ranks: []schedule.Rank{{Capacity: 1_000_000}}, Running: 256, Waiting: 20, GeneratedTokens: 1, PromptTokens: 1})
+	n := 0
+	for range 100 {
+		b.Offer(b.now, ask(job.Standard, 16))
+		got, _ := b.Start(b.now)
+		n += len(got)
+	}
+	if n != 256/8-20 {
+		t.Errorf("%d more were sent to it, want %d", n, 256/8-20)
+	}
+}

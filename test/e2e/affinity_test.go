@@ -345,14 +345,15 @@ func TestFullOwnerSpillsAtOnce(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	next := n
-	eventually(t, patience, "turns spill", func() error {
-		next++
-		if _, err := turn(next); err != nil {
+	// What the owner held in its hand was put back; the turns that follow go elsewhere at once, unless the session has moved: on a busy machine those eight may have ended late enough.
+	turns, moved := len(other.all()), api.affinityTotal("hit")
+	eventually(t, patience, "turns spill, or the session has moved", func() error {
+		turns++
+		if _, err := turn(turns); err != nil {
 			return fatalError{err}
 		}
-		if api.affinityTotal("spill") == 0 {
-			return errors.New("none has")
+		if api.affinityTotal("spill") == 0 && (api.affinityTotal("hit") == moved || len(other.all()) < turns) {
+			return errors.New("neither")
 		}
 		return nil
 	})
