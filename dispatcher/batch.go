@@ -521,6 +521,20 @@ func (r *running) moved(row *ledger.Batch, err error) error {
 	return err
 }
 
+// known returns once the tally stands at DONE's end as it is now. If that is another DONE, of which the batch knows nothing yet, it is stale from here on: some of the ends that it knows may be lost.
+func (r *running) known(ctx context.Context) error {
+	end, err := r.v.d.deps.Queue.DoneEnd(ctx)
+	if err != nil {
+		return err
+	}
+	short, cancel := context.WithTimeout(ctx, countPatience)
+	defer cancel()
+	if err := r.v.tally.wait(short, end); err != nil {
+		return fmt.Errorf("waiting for the outcomes up to %d to be counted: %w", end.Seq, err)
+	}
+	return nil
+}
+
 // watch waits for the end of a batch in progress: it is over when all its lines have ended, or its time has.
 func (r *running) watch(ctx context.Context, row *ledger.Batch) (time.Duration, error) {
 	if err := r.load(ctx); err != nil {
@@ -533,6 +547,11 @@ func (r *running) watch(ctx context.Context, row *ledger.Batch) (time.Duration, 
 	over := now >= row.Expires
 	if !over && !all {
 		return min((row.Expires - now).Duration(), time.Minute), nil
+	}
+	if !over {
+		if err := r.known(ctx); err != nil || r.stale.Load() {
+			return 0, err
+		}
 	}
 	// The last lines may have been expired one by one just before.
 	return 0, r.moved(r.v.d.ledger.FinalizeBatch(ctx, r.v.epoch, r.id, now, late || !all))
