@@ -34,12 +34,17 @@ func requests(n int, models ...job.Model) []string {
 // upload stores a file as the API does.
 func (e *env) upload(lines []string) string {
 	e.Helper()
+	return e.uploadFor(job.DefaultTenant, lines)
+}
+
+func (e *env) uploadFor(tenant job.Tenant, lines []string) string {
+	e.Helper()
 	id := job.NewName("file-", e.results.Now().Time())
 	text := strings.Join(lines, "\n")
 	_, err := e.blobs.Put(context.Background(), id, strings.NewReader(text))
 	e.ok(err)
 	e.ok(e.ledger.InsertFile(context.Background(), ledger.File{
-		ID: id, Tenant: job.DefaultTenant, Purpose: "batch", Filename: "in.jsonl", Bytes: int64(len(text)), Blob: id, Created: e.results.Now(),
+		ID: id, Tenant: tenant, Purpose: "batch", Filename: "in.jsonl", Bytes: int64(len(text)), Blob: id, Created: e.results.Now(),
 	}, 0))
 	return id
 }

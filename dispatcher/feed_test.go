@@ -133,6 +133,49 @@ func TestSharesAreInTokens(t *testing.T) {
 	}
 }
 
+// TestSharesOfBatchesAreInTokens: the same of two tenants' batches, from files.
+func TestSharesOfBatchesAreInTokens(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	lines := func(n, tokens int) []string {
+		var all []string
+		for i := range n {
+			all = append(all, fmt.Sprintf(`{"custom_id":"c%d","method":"POST","url":"/v1/chat/completions","body":{"model":%q,"messages":[{"role":"user","content":"prompt"}],"max_tokens":%d}}`, i+1, model, tokens))
+		}
+		return all
+	}
+	due := map[job.Tenant]float64{"large": 1. / 3, "small": 2. / 3}
+	for tenant, text := range map[job.Tenant][]string{"large": lines(30, 8000), "small": lines(2500, 100)} {
+		_, err := e.ledger.CreateTenant(t.Context(), ledger.Tenant{ID: tenant, Weight: int(300 * due[tenant])})
+		e.ok(err)
+		e.batch(e.uploadFor(tenant, text), func(b *ledger.Batch) { b.Tenant = tenant })
+	}
+	e.lead(shallow)
+	e.until("both are in progress", func() bool {
+		all, err := e.ledger.LiveBatches(t.Context())
+		e.ok(err)
+		return len(all) == 2 && all[0].Status == ledger.InProgress && all[1].Status == ledger.InProgress
+	})
+	w := e.worker("w")
+	for range 8 { // what was queued before both had lines to give
+		d, c := e.claim(w, job.Batch)
+		e.finish(w, d, c)
+	}
+	got := map[job.Tenant]job.Tokens{}
+	total := job.Tokens(0)
+	for total < 240_000 {
+		d, c := e.claim(w, job.Batch)
+		e.finish(w, d, c)
+		got[d.Job.Tenant] += d.Job.Expected()
+		total += d.Job.Expected()
+	}
+	for tenant, due := range due {
+		if share := float64(got[tenant]) / float64(total); share < due*0.8 || share > due*1.2 {
+			t.Errorf("%s got %.3f of the tokens, want %.2f", tenant, share, due)
+		}
+	}
+}
+
 // TestRunningLimitHoldsAndHoldsUpNobody: a tenant at its limit waits, without a place in the lane of all; the others do not. When one of its jobs ends, the next is fed.
 func TestRunningLimitHoldsAndHoldsUpNobody(t *testing.T) {
 	t.Parallel()
