@@ -34,16 +34,53 @@ type workerObject struct {
 func (s *Server) adminWorkers(c echo.Context) error {
 	var workers []workerObject
 	for _, m := range s.deps.Cluster.Workers("") {
-		if m.Worker == nil {
-			continue
-		}
-		workers = append(workers, workerObject{
-			ID: m.ID, Object: "worker", Version: m.Version, Host: m.Host, StartedAt: job.Millis(m.Started).Seconds(),
-			HeardAt: job.MillisOf(m.Heard).Seconds(), WorkerInfo: *m.Worker,
-		})
+		workers = append(workers, newWorkerObject(m))
 	}
 	slices.SortFunc(workers, func(a, b workerObject) int { return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.ID, b.ID)) })
 	return writeJSON(c, http.StatusOK, newList(workers, func(w workerObject) string { return w.ID }, false))
+}
+
+// newWorkerObject makes the object of a member that is a worker.
+func newWorkerObject(m cluster.Member) workerObject {
+	return workerObject{
+		ID: m.ID, Object: "worker", Version: m.Version, Host: m.Host, StartedAt: job.Millis(m.Started).Seconds(),
+		HeardAt: job.MillisOf(m.Heard).Seconds(), WorkerInfo: *m.Worker,
+	}
+}
+
+// drainWorker answers POST /admin/v1/workers/{id}/drain: the worker takes no more work, hands back what has not started, finishes what runs, and stays, with nothing to do, until its process is told to stop. The order may be
+// repeated. The path has the worker's id, or its name if only one live worker has it.
+func (s *Server) drainWorker(c echo.Context) error {
+	name := pathParam(c, "id")
+	var found []cluster.Member
+	for _, m := range s.deps.Cluster.Workers("") {
+		if m.ID == name {
+			found = []cluster.Member{m}
+			break
+		}
+		if m.Worker.Name == name {
+			found = append(found, m)
+		}
+	}
+	switch len(found) {
+	case 0:
+		return fail(http.StatusNotFound, job.CodeWorkerNotFound, "There is no live worker %q.", clip(name)).at("id")
+	case 1:
+	default:
+		f := fail(http.StatusConflict, job.CodeInvalidValue, "%d live workers have the name %q: use the id of one of them.", len(found), clip(name)).at("id")
+		f.final = true
+		return f
+	}
+	w := found[0]
+	// Once begun the order is carried out though its client may leave.
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(c.Request().Context()), storeTimeout)
+	defer cancel()
+	if err := s.deps.Cluster.OrderDrain(ctx, w.ID); err != nil {
+		return unavailable(err, "Worker %q does not answer: try again later.", clip(w.ID))
+	}
+	o := newWorkerObject(w)
+	o.State = cluster.Draining // which its next heartbeat says too
+	return writeJSON(c, http.StatusAccepted, o)
 }
 
 // modelQueueObject is one model's queue as operators see it.
@@ -74,6 +111,8 @@ type modelQueueObject struct {
 	// JobsPerSecond is how fast the model's jobs end lately.
 	JobsPerSecond float64                     `json:"jobs_per_second"`
 	Workers       map[cluster.WorkerState]int `json:"workers"`
+	// Pools are those that start workers for the model, as the leading autoscaler tells.
+	Pools []cluster.PoolInfo `json:"pools"`
 	// Reason is the first thing that keeps jobs waiting; null if none wait.
 	Reason *string `json:"reason"`
 }
@@ -119,7 +158,7 @@ func (s *Server) adminQueues(c echo.Context) error {
 func (s *Server) modelQueue(ctx context.Context, m job.Model, backlog *results.Backlog) (modelQueueObject, error) {
 	q := modelQueueObject{
 		Model: m, Object: "queue", Waiting: make(map[job.Class]int), WaitingLines: make(map[job.Tenant]int),
-		JobsPerSecond: s.pace.of(m), Workers: make(map[cluster.WorkerState]int),
+		JobsPerSecond: s.pace.of(m), Workers: make(map[cluster.WorkerState]int), Pools: s.pools(m),
 	}
 	for _, st := range []cluster.WorkerState{cluster.Ready, cluster.Starting, cluster.Draining, cluster.Stalled, cluster.Unready} {
 		q.Workers[st] = 0
@@ -153,14 +192,18 @@ func (s *Server) modelQueue(ctx context.Context, m job.Model, backlog *results.B
 	for _, n := range q.WaitingLines {
 		waiting += n
 	}
+	if q.Pools == nil {
+		q.Pools = []cluster.PoolInfo{}
+	}
+	cold := prospectOf(blocking(workers), q.Pools, time.Now())
 	if waiting > 0 {
-		reason := blocking(workers)
+		reason := cold.reason
 		if info, ok := s.queueInfo(m); ok && couldRun(reason) && allLimited(&info) {
 			reason = reasonQuota
 		}
 		q.Reason = &reason
 	}
-	s.weigh(&q, backlog, waiting, workers)
+	s.weigh(&q, backlog, waiting, workers, cold)
 	return q, nil
 }
 
@@ -183,7 +226,7 @@ func allLimited(q *cluster.QueueInfo) bool {
 const maxTenants = 100
 
 // weigh fills in what is known of the tokens that wait, and of the limits.
-func (s *Server) weigh(q *modelQueueObject, backlog *results.Backlog, waiting int, workers []cluster.Member) {
+func (s *Server) weigh(q *modelQueueObject, backlog *results.Backlog, waiting int, workers []cluster.Member, cold prospect) {
 	q.Tenants, q.Limits = make(map[job.Tenant]amountObject), newLimitsObject(s.cfg.Limits)
 	total, tenants := backlog.Sum(), backlog.Largest(maxTenants)
 	q.Backlog = amountObject(total)
@@ -205,9 +248,14 @@ func (s *Server) weigh(q *modelQueueObject, backlog *results.Backlog, waiting in
 	if q.Reason == nil {
 		return
 	}
+	before := ahead{jobs: waiting - 1, tokens: float64(waiting-1) * mean}
 	switch *q.Reason {
 	case reasonDispatching, reasonSaturated, reasonLimit:
-		q.ETASeconds = eta(ahead{jobs: waiting - 1, tokens: float64(waiting-1) * mean}, mean, *q.Reason == reasonDispatching, workers, rate)
+		q.ETASeconds = eta(before, mean, *q.Reason == reasonDispatching, workers, rate)
+	case reasonStarting:
+		q.ETASeconds = cold.start(before)
+	case reasonUnavailable:
+		q.ETASeconds = cold.in
 	}
 }
 

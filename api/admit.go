@@ -32,8 +32,11 @@ func (s *Server) admit(ctx context.Context, j *job.Job, r *request, live bool) (
 	switch {
 	case ok && !live:
 		s.outlook(ctx, j, &v)
-	case ok && v.MaxWait > 0:
-		v.Pressure = s.pressure(r.model, now)
+	case ok:
+		v.Unavailable, v.NextTry = s.unavailable(r.model, now)
+		if v.MaxWait > 0 {
+			v.Pressure = s.pressure(r.model, now)
+		}
 	}
 	var at place
 	warmth := affinity.Off
@@ -55,6 +58,9 @@ func (s *Server) admit(ctx context.Context, j *job.Job, r *request, live bool) (
 			if live {
 				s.metrics.submit("live", "refused")
 			}
+		case job.CodeModelUnavailable:
+			status = http.StatusServiceUnavailable
+			s.metrics.submit("live", "unavailable")
 		}
 		return place{}, &failure{status: status, body: d.Refuse, after: d.After}
 	}

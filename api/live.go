@@ -126,6 +126,7 @@ func (s *Server) answerLive(c echo.Context, j job.Job, r *request, lane queue.La
 		return err // it may be stored after all: then its claim is told that nobody waits
 	}
 	s.metrics.submit("live", "stored")
+	s.traffic.came(time.Now(), j.Model, j.Expected())
 	return s.passOn(ctx, c, call)
 }
 

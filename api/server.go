@@ -172,6 +172,7 @@ type Server struct {
 	pace      *pace
 	fills     *fills
 	warmth    *warmth
+	traffic   traffic
 	held      held
 	limiter   *patience // with the result store, about limits of keys and tenants
 	occupied  occupied
@@ -293,7 +294,7 @@ func (s *Server) Run(ctx context.Context) error {
 }
 
 func (s *Server) heartbeat() cluster.Heartbeat {
-	return cluster.Heartbeat{ID: string(s.cfg.ID), Role: cluster.RoleAPI, Version: s.deps.Version, Host: hostname(), Started: s.started.UnixMilli(), Epoch: s.deps.Process}
+	return cluster.Heartbeat{ID: string(s.cfg.ID), Role: cluster.RoleAPI, Version: s.deps.Version, Host: hostname(), Started: s.started.UnixMilli(), Epoch: s.deps.Process, Traffic: s.traffic.report(s.held.all())}
 }
 
 // routes builds the router.
@@ -335,6 +336,7 @@ func (s *Server) routes() *echo.Echo {
 	e.GET("/v1/files/:id/content", s.fileContent)
 
 	e.GET("/admin/v1/workers", s.adminWorkers)
+	e.POST("/admin/v1/workers/:id/drain", s.drainWorker)
 	e.GET("/admin/v1/queues", s.adminQueues)
 	e.GET("/admin/v1/jobs", s.adminJobs)
 	e.GET("/admin/v1/tenants", s.listTenants)
@@ -349,6 +351,13 @@ func (s *Server) routes() *echo.Echo {
 	e.POST("/admin/v1/keys/:id/rotate", s.rotateKey)
 	e.POST("/admin/v1/keys/:id/revoke", s.revokeKey)
 	e.GET("/admin/v1/usage", s.adminUsage)
+	e.GET("/admin/v1/pools", s.listPools)
+	e.POST("/admin/v1/pools", s.createPool)
+	e.GET("/admin/v1/pools/:name", s.getPool)
+	e.PUT("/admin/v1/pools/:name", s.replacePool)
+	e.DELETE("/admin/v1/pools/:name", s.deletePool)
+	e.GET("/admin/v1/pools/:name/desired", s.desiredWorkers)
+	e.GET("/admin/v1/scaling", s.listScaling)
 
 	e.GET("/healthz", s.healthz)
 	e.GET("/readyz", s.readyz)

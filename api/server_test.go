@@ -124,7 +124,7 @@ func TestEveryFailureIsAnErrorObject(t *testing.T) {
 	e.server.AddRoute("/v1/panics", func(echo.Context) error { panic("a bug with a secret") })
 	e.send("GET", "/v1/nope", "").wantError(t, 404, job.CodeUnknownURL, "")
 	e.send("GET", "/", "").wantError(t, 404, job.CodeUnknownURL, "")
-	for _, path := range []string{"/v1/nope/nope", "/admin/v1/pools"} {
+	for _, path := range []string{"/v1/nope/nope", "/admin/v1/nope"} {
 		e.send("POST", path, "{}").wantError(t, 404, job.CodeUnknownURL, "")
 	}
 	a := e.send("PUT", "/v1/jobs", "{}")

@@ -179,7 +179,9 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 	if err := s.deps.Results.Queued(record, j, body); err != nil {
 		s.log.Warn("a job is stored, its record is not marked queued yet", "job", j.ID, "err", err)
 	}
-	s.pace.came(time.Now(), j.Model, j.Expected(), false)
+	came := time.Now()
+	s.pace.came(came, j.Model, j.Expected(), false)
+	s.traffic.came(came, j.Model, j.Expected())
 	return &view{job: *j, state: job.Queued, place: &accepted.Place}, false, nil
 }
 

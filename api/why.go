@@ -21,9 +21,10 @@ import (
 func (s *Server) why(v *view) *queueObject {
 	j := &v.job
 	workers := s.deps.Cluster.Workers(j.Model)
-	o := &queueObject{Reason: s.reason(workers)}
+	cold := s.prospect(j.Model, workers)
+	o := &queueObject{Reason: cold.reason, ETASeconds: cold.in}
 	delay := v.notBefore - s.deps.Results.Now()
-	if delay > 0 {
+	if delay > 0 && (cold.in == nil || *cold.in < delay.Seconds()) {
 		o.Reason, o.ETASeconds = reasonRetryDelay, seconds(delay)
 	}
 	var info *cluster.QueueInfo
@@ -43,6 +44,8 @@ func (s *Server) why(v *view) *queueObject {
 	switch o.Reason {
 	case reasonDispatching, reasonSaturated, reasonLimit:
 		o.ETASeconds = eta(before, mean, o.Reason == reasonDispatching, workers, s.pace.tokens(j.Model, workers, mean))
+	case reasonStarting:
+		o.ETASeconds = cold.start(before)
 	}
 	return o
 }
@@ -178,6 +181,9 @@ const (
 	reasonLimit       = "limit"       // every ready one holds back, though its cache has room
 	reasonRetryDelay  = "retry_delay"
 	reasonQuota       = "quota" // as much of its tenant's work is with workers as may be
+	reasonNoWorker    = "no_worker"
+	reasonStarting    = "starting"          // a worker starts, or is about to be asked for
+	reasonUnavailable = "model_unavailable" // no worker can be started, which is tried again
 )
 
 // couldRun tells whether a reason is no trouble of the workers': what else keeps a job waiting counts then.
@@ -185,12 +191,12 @@ func couldRun(reason string) bool {
 	return reason == reasonDispatching || reason == reasonSaturated || reason == reasonLimit
 }
 
-// reason is the first thing that blocks the jobs of a model with such workers.
-func (s *Server) reason(workers []cluster.Member) string {
+// prospect is the first thing that blocks the jobs of a model with such workers, and how long that lasts.
+func (s *Server) prospect(m job.Model, workers []cluster.Member) prospect {
 	if ok, _ := s.deps.Cluster.Connected(); !ok {
-		return "queue_unavailable"
+		return prospect{reason: "queue_unavailable"}
 	}
-	return blocking(workers)
+	return prospectOf(blocking(workers), s.pools(m), time.Now())
 }
 
 // room tells whether a ready worker would start a job now.
@@ -225,7 +231,7 @@ func blocking(workers []cluster.Member) string {
 	case count[cluster.Ready] > 0:
 		return reasonLimit
 	case count[cluster.Starting] > 0:
-		return "starting"
+		return reasonStarting
 	case count[cluster.Stalled] > 0:
 		return "stalled"
 	case count[cluster.Unready] > 0:
@@ -233,7 +239,7 @@ func blocking(workers []cluster.Member) string {
 	case count[cluster.Draining] > 0:
 		return "draining"
 	}
-	return "no_worker"
+	return reasonNoWorker
 }
 
 // pressure is what is known of the load on a model's workers and of the interactive work that waits for them, for a call that comes now.

@@ -22,6 +22,15 @@ func weigh(info *cluster.QueueInfo, backlog *results.Backlog) {
 	for t, a := range backlog.Largest(maxTenants) {
 		info.Backlog[t] = convert(a)
 	}
+	if backlog == nil {
+		return
+	}
+	info.ByClass = make(map[job.Class]cluster.Backlog, len(backlog.Classes))
+	for c, a := range backlog.Classes {
+		if a.Jobs > 0 {
+			info.ByClass[c] = convert(a)
+		}
+	}
 }
 
 // backlogEvery is every how many turns of the reconciler the backlog is compared with its jobs: nothing but a crash makes them differ, and it costs a look at every member.

@@ -3,6 +3,7 @@ package dispatcher_test
 import (
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
@@ -38,10 +39,59 @@ func TestHeartbeatsTellTheBacklog(t *testing.T) {
 	e.background(e.dispatcher(quick).Run)
 	e.until("the backlog is told", func() bool {
 		info := e.leaderInfo()
-		return info.Total == cluster.Backlog{Jobs: 3, Bytes: 300, Tokens: 150} && info.Backlog["acme"].Jobs == 2 && info.Backlog["other"].Tokens == 50 && info.Delivered[job.Standard] == 1
+		return info.Total == cluster.Backlog{Jobs: 3, Bytes: 300, Tokens: 150} && info.Backlog["acme"].Jobs == 2 && info.Backlog["other"].Tokens == 50 && info.Delivered[job.Standard] == 1 &&
+			info.ByClass[job.Standard] == cluster.Backlog{Jobs: 2, Bytes: 200, Tokens: 100} && info.ByClass[job.Batch].Tokens == 50 && len(info.ByClass) == 2
 	})
 	e.finish(w, d, c)
 	e.until("one has ended", func() bool { return e.leaderInfo().Total.Jobs == 2 })
+}
+
+// TestEachKindOfDurableWorkRaisesTheDemandOfAnIdleModel: an autoscaler sees it in the backlog, whoever holds it now. The calls that are answered on their connections an API tells.
+func TestEachKindOfDurableWorkRaisesTheDemandOfAnIdleModel(t *testing.T) {
+	t.Parallel()
+	cost := func(j *job.Job) { j.Cost = job.Cost{Prompt: 30, Output: 20, Answers: 1} }
+	for name, row := range map[string]struct {
+		class job.Class
+		come  func(e *env)
+	}{
+		"async":       {job.Standard, func(e *env) { e.submit(queue.AnyLane, e.job(cost)) }},
+		"interactive": {job.Interactive, func(e *env) { e.submit(queue.AnyLane, e.job(cost, func(j *job.Job) { j.Class = job.Interactive })) }},
+		"in a tenant's line": {job.Standard, func(e *env) {
+			e.submit(queue.TenantLane(job.DefaultTenant), e.job(cost))
+		}},
+		"batch line": {job.Batch, func(e *env) {
+			e.submit(queue.AnyLane, e.job(cost, func(j *job.Job) { j.Class, j.Group = job.Batch, "batch_1" }))
+		}},
+		"retry waiting": {job.Standard, func(e *env) {
+			e.submit(queue.AnyLane, e.job(cost))
+			w := e.worker("gone")
+			d, c := e.claim(w, job.Standard)
+			e.ok(e.results.GiveBack(e.Context(), d.Job.ID, c.Token, time.Hour, true, "engine_error"))
+			e.ok(e.results.LetGo(t.Context(), w.id, d.Job.ID))
+			e.ok(d.Nak(time.Hour))
+			w.farewell()
+		}},
+		"running": {job.Standard, func(e *env) {
+			e.submit(queue.AnyLane, e.job(cost))
+			e.claim(e.worker("busy"), job.Standard)
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			e := newEnv(t)
+			e.ok(e.queue.EnsureModel(t.Context(), model))
+			e.background(e.dispatcher(quick).Run)
+			e.until("the idle model is told", func() bool {
+				info := e.leaderInfo()
+				return info.Model == model && info.Total.Jobs == 0 && len(info.ByClass) == 0
+			})
+			row.come(e)
+			e.until("its demand is told", func() bool {
+				info := e.leaderInfo()
+				return info.Total.Jobs == 1 && info.ByClass[row.class] == cluster.Backlog{Jobs: 1, Tokens: 50}
+			})
+		})
+	}
 }
 
 // TestBacklogIsRepaired: a member whose job has ended, as a crash leaves it, does not stay, and a wipe takes nothing away for long.

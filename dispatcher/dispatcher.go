@@ -147,6 +147,7 @@ type Dispatcher struct {
 	mu        sync.Mutex // guards what follows
 	leading   bool
 	queues    []cluster.QueueInfo
+	looked    time.Time       // when queues were seen
 	following map[string]bool // members whose death is followed up now
 }
 
@@ -194,7 +195,7 @@ func (d *Dispatcher) beat() cluster.Heartbeat {
 	host, _ := os.Hostname() // shown to people only; "" is fine
 	h := cluster.Heartbeat{ID: d.id, Role: cluster.RoleDispatcher, Version: d.deps.Version, Host: host, Started: d.begun.UnixMilli(), Epoch: d.deps.Process, Leader: d.leading}
 	if d.leading {
-		h.Queues = d.queues
+		h.Queues, h.QueuesAge = d.queues, time.Since(d.looked).Seconds()
 	}
 	return h
 }
@@ -240,7 +241,7 @@ func (d *Dispatcher) lead(ctx context.Context, epoch uint64) {
 
 func (d *Dispatcher) setLeading(leading bool) {
 	d.mu.Lock()
-	d.leading, d.queues = leading, nil
+	d.leading, d.queues, d.looked = leading, nil, time.Now()
 	d.mu.Unlock()
 	d.deps.Cluster.Nudge()
 }

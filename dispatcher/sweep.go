@@ -76,7 +76,7 @@ func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time, feed *
 		infos = append(infos, info)
 	}
 	d.mu.Lock()
-	d.queues = infos
+	d.queues, d.looked = infos, time.Now()
 	d.mu.Unlock()
 	return nil
 }

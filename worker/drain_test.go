@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/engine/emulator"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
@@ -114,4 +115,91 @@ func TestWorkerEndsWhileTheStoresAreAway(t *testing.T) {
 	}
 	e.work(eng.URL)
 	e.completed(j)
+}
+
+// heard is what heartbeats last said of a worker.
+func (e *env) heard(p *process) cluster.WorkerInfo {
+	for _, m := range e.cluster.Workers("") {
+		if m.ID == string(p.ID()) {
+			return *m.Worker
+		}
+	}
+	return cluster.WorkerInfo{}
+}
+
+// TestOrderedWorkerFinishesWhatRunsAndStaysEmptyUntilItIsStopped: whoever ordered it sees from its heartbeats when it may be stopped, however long that takes.
+func TestOrderedWorkerFinishesWhatRunsAndStaysEmptyUntilItIsStopped(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, time.Hour)
+	release := make(chan struct{})
+	slow := play(t, func(w http.ResponseWriter, r *http.Request) {
+		send(w, `{"choices":[{"index":0,"delta":{"content":"a"}}]}`)
+		<-release
+		send(w, `{"choices":[{"index":0,"delta":{"content":"b"}}]}`, "[DONE]")
+	})
+	// The limit of a drain counts from the order to stop, not from that to drain.
+	p := e.work(slow.URL, generic, func(c *workerConfig) { c.engine.MaxConcurrency = 1; c.Drain = time.Millisecond })
+	running := e.submit(e.job(chat("runs", ""), withEvents))
+	e.running(running, 1)
+	inHand := e.submit(e.job(chat("in hand", ""), func(j *job.Job) { j.Class = job.Interactive }))
+	for range 2 {
+		e.ok(e.cluster.OrderDrain(t.Context(), string(p.ID())))
+	}
+	e.until("it says that it drains", func() bool {
+		info := e.heard(p)
+		return info.State == cluster.Draining && info.Reason == "it was told to" && info.Running == 1
+	})
+	fast, _ := emulate(t, emulator.Config{})
+	other := e.work(fast.URL)
+	e.completed(inHand)
+	if rec := e.get(inHand); rec.Outcome.Attempts[0].Worker != other.ID() || rec.Charged+rec.Uncharged != 0 {
+		t.Errorf("record %+v", rec)
+	}
+	close(release)
+	if rec := e.await(running); rec.State != job.Completed || len(rec.Attempts) != 1 {
+		t.Errorf("record %+v", rec)
+	}
+	e.until("it is empty", func() bool { return e.heard(p).Running == 0 })
+	later := e.submit(e.job(chat("later", "")))
+	e.completed(later)
+	if rec := e.get(later); rec.Outcome.Attempts[0].Worker != other.ID() {
+		t.Errorf("the worker began new work while it drained: %+v", rec)
+	}
+	if info := e.heard(p); info.State != cluster.Draining || info.Served != int64(running.Expected()) {
+		t.Errorf("heartbeat %+v", info)
+	}
+	select {
+	case err := <-p.ended:
+		t.Fatalf("the worker ended by itself: %v", err)
+	default:
+	}
+	if took := e.ends(p); took > 2*time.Second {
+		t.Errorf("an empty worker took %s to end", took)
+	}
+	if err := e.cluster.OrderDrain(t.Context(), string(p.ID())); err == nil {
+		t.Error("a worker that has ended was told to drain")
+	}
+}
+
+// TestOrderedWorkerWhoseEngineStartsTakesNothing: it was asked for in vain, and is not needed any more.
+func TestOrderedWorkerWhoseEngineStartsTakesNothing(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, 5*time.Second)
+	eng, calls := emulate(t, emulator.Config{})
+	slow := play(t, reply(200, `{"choices":[]}`))
+	slow.setUnready(true)
+	p := e.start(slow.URL, generic)
+	e.until("it is heard", func() bool { return e.heard(p).State == cluster.Starting })
+	e.ok(e.cluster.OrderDrain(t.Context(), string(p.ID())))
+	slow.setUnready(false)
+	e.until("its engine has started", func() bool { info := e.heard(p); return info.State == cluster.Draining && len(info.Models) > 0 })
+	j := e.submit(e.job(chat("x", "")))
+	other := e.work(eng.URL)
+	e.completed(j)
+	if rec := e.get(j); rec.Outcome.Attempts[0].Worker != other.ID() || calls.of(string(j.ID)) != 1 {
+		t.Errorf("record %+v", rec)
+	}
+	if took := e.ends(p); took > 2*time.Second {
+		t.Errorf("it took %s", took)
+	}
 }

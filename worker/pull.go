@@ -57,6 +57,9 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 		if wish.Busy {
 			expires = expiryBusy
 		}
+		if w.yields.Load() { // others are served first, and no more than one job comes where nobody else has room
+			wish.Batch, wish.Level = 1, schedule.MaxLevel
+		}
 		asked := time.Now()
 		pulled, err := p.Pull(ctx, queue.PullRequest{Batch: wish.Batch, Expires: expires, Level: wish.Level})
 		if err != nil {

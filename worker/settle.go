@@ -142,6 +142,9 @@ func (a *attempt) dropObjects(ctx context.Context, ours, stored *queue.Record) {
 // note counts a settled job and writes its one log line.
 func (w *Worker) note(log *slog.Logger, j *job.Job, o *job.Outcome) {
 	w.metrics.attempts.WithLabelValues(string(o.State)).Inc()
+	if o.Started > 0 { // else it ended without this worker
+		w.servedTokens.Add(int64(j.Expected()))
+	}
 	switch o.State {
 	case job.Completed:
 		w.completed.Add(1)

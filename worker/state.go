@@ -126,10 +126,10 @@ func (w *Worker) beat() cluster.Heartbeat {
 		Worker: &cluster.WorkerInfo{
 			Name: w.cfg.Name, State: w.state, Reason: w.reason, Models: models, Engine: string(w.kind),
 			Capacity: s.Capacity, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largestLocked(""), Level: s.Level, Running: s.Running, InHand: s.InHand,
-			Load: finite(s.Load), TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake,
+			Load: finite(s.Load), TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake, Yields: w.yields.Load(),
 			ChatOnly:   w.chatOnly(models),
 			StateSince: float64(w.since.UnixMilli()) / 1000, FallBacks: falls, ProbeSeconds: probe.Seconds(), Shape: shape, GPUs: gpuInfo(gpus),
-			TokensPerSecond: finite(w.rate.perSecond(time.Now())), Generated: w.rate.ever(), Completed: w.completed.Load(), Failed: w.failed.Load(),
+			TokensPerSecond: finite(w.rate.perSecond(time.Now())), Generated: w.rate.ever(), Completed: w.completed.Load(), Failed: w.failed.Load(), Served: w.servedTokens.Load(),
 		},
 	}
 }

@@ -37,10 +37,14 @@ type Worker struct {
 	settler *settle.Settler
 	metrics *metrics
 
-	progress    progress
-	rate        rate
-	completed   atomic.Int64
-	failed      atomic.Int64
+	progress  progress
+	rate      rate
+	completed atomic.Int64
+	failed    atomic.Int64
+	// servedTokens are those that the jobs were expected to need that ended here.
+	servedTokens atomic.Int64
+	// yields: what others have room for is theirs.
+	yields      atomic.Bool
 	doubts      chan doubt    // the engine should be looked at now
 	suspects    chan struct{} // holds one element while a suspect starts
 	health      health
@@ -109,13 +113,25 @@ func (w *Worker) Ready() error {
 	return fmt.Errorf("worker %s is %s: %s", w.id, w.state, w.reason)
 }
 
-// Run works until ctx ends, then drains: it pulls no more, hands back what has not started, lets what runs finish for Config.Drain, and hands back the rest.
+// Run works until ctx ends, then drains: it pulls no more, hands back what has not started, lets what runs finish for Config.Drain, and hands back the rest. A worker that is ordered to drain
+// does so at once, without a limit for what runs, and then stays, with nothing to do, until ctx ends.
 func (w *Worker) Run(ctx context.Context) error {
 	// What runs outlives ctx by the drain: it has a context of its own.
 	run, stop := context.WithCancel(context.WithoutCancel(ctx))
 	defer stop()
 	if err := w.deps.Relay.OnCancel(run, w.cancelJob); err != nil {
 		return fmt.Errorf("worker %s: %w", w.id, err)
+	}
+	pulling, stopPulling := context.WithCancel(ctx)
+	defer stopPulling()
+	var once sync.Once
+	// The state is told last, so that a worker which says that it drains and that nothing runs will run nothing any more.
+	drain := func(why string) {
+		once.Do(func() {
+			stopPulling()
+			w.gate.close()
+			w.setState(cluster.Draining, why)
+		})
 	}
 	var deliveries sync.WaitGroup
 	var g errgroup.Group
@@ -126,6 +142,14 @@ func (w *Worker) Run(ctx context.Context) error {
 		stop()
 		return errors.Join(err, g.Wait())
 	}
+	if err := w.deps.Cluster.OnDrain(run, string(w.id), func() { drain("it was told to") }); err != nil {
+		stop()
+		return errors.Join(fmt.Errorf("worker %s: %w", w.id, err), g.Wait())
+	}
+	if err := w.deps.Cluster.OnYield(run, string(w.id), w.yields.Store); err != nil {
+		stop()
+		return errors.Join(fmt.Errorf("worker %s: %w", w.id, err), g.Wait())
+	}
 	g.Go(func() error { return w.deps.Cluster.Announce(run, w.beat) })
 	g.Go(func() error { w.dropEnded(run); return nil })
 	g.Go(func() error { w.writeBinds(run); return nil })
@@ -133,13 +157,12 @@ func (w *Worker) Run(ctx context.Context) error {
 	g.Go(func() error { w.probeQuiet(run); return nil })
 	g.Go(func() error { w.learnResponses(run); return nil })
 	g.Go(func() error {
-		w.watch(run, func(m job.Model) context.CancelFunc { return w.serve(ctx, run, m, &deliveries) })
+		w.watch(run, func(m job.Model) context.CancelFunc { return w.serve(pulling, run, m, &deliveries) })
 		return nil
 	})
 	<-ctx.Done()
-	w.setState(cluster.Draining, "it was told to stop")
+	drain("it was told to stop")
 	w.pulls.Wait() // no more begin: serve looks at the state
-	w.gate.close()
 
 	drained := make(chan struct{})
 	go func() { // ends with the deliveries, which are waited for below

@@ -1,21 +1,17 @@
 package routing
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"io"
 	"math"
 	"slices"
-	"strings"
 	"time"
+
+	"github.com/millrace/millrace/bench/chart"
 )
 
-// The picture's measures in pixels.
 const (
-	plotWidth, plotHeight = 720, 400
-	plotLeft, plotRight   = 64, 700
-	plotTop, plotBottom   = 48, 348
 	// leastShare is the share of requests at the lower edge; the upper one is all.
 	leastShare = 0.001
 	// plotPoints of each line.
@@ -48,51 +44,35 @@ func (r *Report) Plot(w io.Writer) error {
 	if len(ttft) == 0 {
 		return errors.New("plotting: there are no answered requests")
 	}
-	left, right := math.Log(least.Seconds()), math.Log(max(most, 2*least).Seconds())
-	x := func(d time.Duration) float64 {
-		return plotLeft + (math.Log(d.Seconds())-left)/(right-left)*(plotRight-plotLeft)
+	x := func(d time.Duration) float64 { return math.Log(d.Seconds()) }
+	p := chart.Panel{
+		Title: r.title(),
+		X:     chart.Axis{Label: "time to the first token", From: x(least), To: x(max(most, 2*least))},
+		Y:     chart.Axis{Label: "requests that waited longer", From: math.Log(leastShare)},
 	}
-	y := func(share float64) float64 {
-		return plotTop + math.Log(share)/math.Log(leastShare)*(plotBottom-plotTop)
-	}
-
-	var b bytes.Buffer
-	line := func(format string, args ...any) { fmt.Fprintf(&b, format+"\n", args...) }
-	line(`<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="12" fill="#333">`, plotWidth, plotHeight)
-	line(`<rect width="%d" height="%d" fill="#fff"/>`, plotWidth, plotHeight)
-	line(`<text x="%d" y="24" font-size="14">%s</text>`, plotLeft, r.title())
 	for share := 1.0; share >= leastShare*0.99; share /= 10 {
-		line(`<path d="M%d %.1fH%d" stroke="#ddd"/><text x="%d" y="%.1f" text-anchor="end">%g %%</text>`, plotLeft, y(share), plotRight, plotLeft-8, y(share)+4, math.Round(share*1e4)/100)
+		p.Y.Ticks = append(p.Y.Ticks, chart.Tick{At: math.Log(share), Text: fmt.Sprintf("%g %%", math.Round(share*1e4)/100)})
 	}
 	for decade := time.Microsecond; decade <= most; decade *= 10 {
 		for _, d := range []time.Duration{decade, 2 * decade, 5 * decade} {
 			if d >= least && d <= most {
-				line(`<path d="M%.1f %dV%d" stroke="#ddd"/><text x="%.1f" y="%d" text-anchor="middle">%s</text>`, x(d), plotTop, plotBottom, x(d), plotBottom+18, d)
+				p.X.Ticks = append(p.X.Ticks, chart.Tick{At: x(d), Text: d.String()})
 			}
 		}
 	}
-	line(`<text x="%d" y="%d" text-anchor="middle">time to the first token</text>`, (plotLeft+plotRight)/2, plotHeight-14)
-	line(`<text transform="translate(14 %d) rotate(-90)" text-anchor="middle">requests that waited longer</text>`, (plotTop+plotBottom)/2)
-	for i, p := range Policies() {
-		all := ttft[p]
+	for _, policy := range Policies() {
+		all := ttft[policy]
 		if all == nil {
 			continue
 		}
-		var path strings.Builder
+		l := chart.Line{Name: string(policy), Colour: plotColours[policy]}
 		for k := range plotPoints + 1 {
 			share := math.Pow(leastShare, float64(k)/plotPoints)
-			at := min(max(x(slower(all, share)), plotLeft), plotRight)
-			fmt.Fprintf(&path, " %.1f,%.1f", at, y(share))
+			l.Points = append(l.Points, chart.Point{X: x(slower(all, share)), Y: math.Log(share)})
 		}
-		line(`<polyline points="%s" fill="none" stroke="%s" stroke-width="2"/>`, path.String()[1:], plotColours[p])
-		at := plotTop + 16 + 18*i
-		line(`<path d="M%d %dh22" stroke="%s" stroke-width="2"/><text x="%d" y="%d">%s</text>`, plotRight-160, at, plotColours[p], plotRight-130, at+4, p)
+		p.Lines = append(p.Lines, l)
 	}
-	line(`</svg>`)
-	if _, err := w.Write(b.Bytes()); err != nil {
-		return fmt.Errorf("writing a plot: %w", err)
-	}
-	return nil
+	return chart.Write(w, p)
 }
 
 // slower is the time that a share of the sorted times is longer than.

@@ -8,20 +8,21 @@ import (
 	"strings"
 	"time"
 
+	"github.com/millrace/millrace/bench/workload"
 	"github.com/millrace/millrace/internal/engine/emulator"
 )
 
 // Shape is how long prompts and answers are.
-type Shape string
+type Shape = workload.Shape
 
-// The shapes. SeedLike has short prompts and answers and few very long prompts; it reproduces the published table of the reference routers. ChatLike is conversation.
+// The shapes.
 const (
-	SeedLike Shape = "seed-like"
-	ChatLike Shape = "chat-like"
+	SeedLike = workload.SeedLike
+	ChatLike = workload.ChatLike
 )
 
 // Shapes returns all of them.
-func Shapes() []Shape { return []Shape{SeedLike, ChatLike} }
+func Shapes() []Shape { return workload.Shapes() }
 
 // Variant is what differs from three equal, healthy engines and arrivals at random.
 type Variant string
@@ -47,13 +48,10 @@ func Variants() []Variant { return []Variant{Equal, Slow, Stalls, Mixed, Bursts,
 
 // Figures of the workloads.
 const (
-	slowdown      = 1.6
-	stallFor      = 3 * time.Second
-	stallEvery    = time.Minute
-	burstiness    = 3.0 // coefficient of variation of the gaps between arrivals
-	longPrompts   = 0.01
-	longPromptMin = 1500
-	longPromptMax = 4000
+	slowdown   = 1.6
+	stallFor   = 3 * time.Second
+	stallEvery = time.Minute
+	burstiness = 3.0 // coefficient of variation of the gaps between arrivals
 )
 
 // Params choose a workload. Zero fields get the defaults named.
@@ -116,7 +114,7 @@ func NewWorkload(p Params) (*Workload, error) {
 		} else {
 			at += gaps.ExpFloat64() / p.Rate
 		}
-		prompt, output := p.Shape.lengths(lengths)
+		prompt, output := p.Shape.Lengths(lengths)
 		w.Arrivals[i] = Arrival{At: time.Duration(at * float64(time.Second)), Prompt: prompt, Output: output}
 	}
 	var err error
@@ -187,25 +185,6 @@ func defaultRate(s Shape, v Variant) float64 {
 	default:
 		return 5.4
 	}
-}
-
-// lengths draws a prompt and an answer.
-func (s Shape) lengths(r *rand.Rand) (prompt, output int) {
-	if s == ChatLike {
-		// A log-normal's mean is median * exp(sigma^2/2): means of 330 and 230 before the caps.
-		return logNormal(r, 160, math.Sqrt(2*math.Log(330.0/160)), 2048), logNormal(r, 140, math.Sqrt(2*math.Log(230.0/140)), 512)
-	}
-	prompt = logNormal(r, 60, 0.8, longPromptMax)
-	output = logNormal(r, 9, 0.5, 64)
-	if r.Float64() < longPrompts {
-		prompt = longPromptMin + r.IntN(longPromptMax-longPromptMin+1)
-	}
-	return prompt, output
-}
-
-// logNormal draws a length of at least 1 and at most most.
-func logNormal(r *rand.Rand, median, sigma float64, most int) int {
-	return min(most, max(1, int(math.Round(median*math.Exp(sigma*r.NormFloat64())))))
 }
 
 // gamma draws from a gamma distribution of scale 1 and a shape below 1, after Marsaglia and Tsang, "A simple method for generating gamma variables" (2000).

@@ -22,10 +22,10 @@ import (
 func newBench(p *program) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "bench", Short: "Measure what Millrace costs and what it gains", Long: "Benchmarks of Millrace on this machine.",
-		Example: "  millrace bench dispatch\n  millrace bench routing --simulate\n  millrace bench batch",
+		Example: "  millrace bench dispatch\n  millrace bench routing --simulate\n  millrace bench batch\n  millrace bench scaling",
 	}
 	group(cmd)
-	cmd.AddCommand(newBenchDispatch(p), newBenchRouting(p), newBenchBatch(p), newBenchStores(p))
+	cmd.AddCommand(newBenchDispatch(p), newBenchRouting(p), newBenchBatch(p), newBenchScaling(p), newBenchStores(p))
 	return cmd
 }
 
@@ -170,7 +170,7 @@ processes of their own and Millrace's whole path, within four minutes.`,
 				return err
 			}
 			if plot != "" {
-				if err := writePlot(plot, r); err != nil {
+				if err := writePlot(plot, r.Plot); err != nil {
 					return err
 				}
 			}
@@ -196,13 +196,14 @@ processes of their own and Millrace's whole path, within four minutes.`,
 	return cmd
 }
 
-func writePlot(name string, r *routing.Report) (err error) {
+// writePlot has draw write a picture into a file.
+func writePlot(name string, draw func(w io.Writer) error) (err error) {
 	f, err := os.Create(name)
 	if err != nil {
 		return fmt.Errorf("creating the plot: %w", err)
 	}
 	defer func() { err = errors.Join(err, f.Close()) }()
-	return r.Plot(f)
+	return draw(f)
 }
 
 func printRouting(w io.Writer, r *routing.Report) error {

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 
@@ -70,6 +71,17 @@ func newFakeAPI(t *testing.T) *fakeAPI {
 	mux.HandleFunc("POST /v1/jobs/{id}/cancel", func(w http.ResponseWriter, r *http.Request) {
 		_, _ = fmt.Fprintf(w, `{"id":%q,"status":"cancelled"}`, r.PathValue("id"))
 	})
+	mux.HandleFunc("POST /admin/v1/workers/{id}/drain", func(w http.ResponseWriter, r *http.Request) {
+		id := r.PathValue("id")
+		if id == "nobody" {
+			w.WriteHeader(http.StatusNotFound)
+			_, _ = io.WriteString(w, `{"error":{"message":"There is no live worker \"nobody\".","type":"invalid_request_error","param":"id","code":"worker_not_found"}}`)
+			return
+		}
+		f.asked = append(f.asked, "drain "+id)
+		w.WriteHeader(http.StatusAccepted)
+		_, _ = fmt.Fprintf(w, `{"id":%q,"object":"worker","name":"gpu","state":"draining","models":["m"],"running":%d,"in_hand":0}`, id, len(id)-1)
+	})
 	mux.HandleFunc("DELETE /v1/jobs/{id}", func(w http.ResponseWriter, r *http.Request) {
 		f.asked = append(f.asked, "DELETE "+r.PathValue("id"))
 	})
@@ -82,6 +94,32 @@ func newFakeAPI(t *testing.T) *fakeAPI {
 func (f *fakeAPI) ask(t *testing.T, stdin string, args ...string) result {
 	t.Helper()
 	return millrace(t, map[string]string{"OPENAI_BASE_URL": f.URL + "/v1"}, stdin, args...)
+}
+
+func TestDrain(t *testing.T) {
+	t.Parallel()
+	f := newFakeAPI(t)
+	for _, tt := range []struct {
+		args      []string
+		code      int
+		out, errs string
+	}{
+		{args: []string{"a/b"}, out: "a/b drains; 2 jobs on it, by its last word: stop it once none runs\n"},
+		{args: []string{"w"}, out: "w drains; nothing runs on it: stop it whenever you like\n"},
+		{args: []string{"nobody"}, code: exitFailed, errs: "There is no live worker"},
+		{code: exitUsage, errs: "the worker is missing"},
+	} {
+		r := f.ask(t, "", append([]string{"drain"}, tt.args...)...)
+		if r.code != tt.code || r.out != tt.out || !strings.Contains(r.err, tt.errs) {
+			t.Errorf("drain %v: %+v", tt.args, r)
+		}
+	}
+	if r := f.ask(t, "", "drain", "w", "-o", "json"); r.code != 0 || !strings.Contains(r.out, `"state": "draining"`) {
+		t.Errorf("as JSON: %+v", r)
+	}
+	if want := []string{"drain a/b", "drain w", "drain w"}; !slices.Equal(f.asked, want) {
+		t.Errorf("asked %v", f.asked)
+	}
 }
 
 func TestSubmit(t *testing.T) {

@@ -18,11 +18,11 @@ func TestMigrate(t *testing.T) {
 			want []string
 		}{
 			{"migrate down", exitUsage, []string{"--to"}},
-			{"migrate", 0, []string{"from version 0 to 1"}},
-			{"migrate up", 0, []string{"at version 1 already"}},
-			{"migrate status", 0, []string{"00001_ledger.sql", "applied 20"}},
-			{"migrate down --to 2", exitFailed, []string{"0..1, not to 2"}},
-			{"migrate down --to 0", 0, []string{"from version 1 to 0", "is gone"}},
+			{"migrate", 0, []string{"from version 0 to 2"}},
+			{"migrate up", 0, []string{"at version 2 already"}},
+			{"migrate status", 0, []string{"00001_ledger.sql", "00002_scaling.sql", "applied 20"}},
+			{"migrate down --to 3", exitFailed, []string{"0..2, not to 3"}},
+			{"migrate down --to 0", 0, []string{"from version 2 to 0", "is gone"}},
 			{"migrate status", 0, []string{"00001_ledger.sql", "missing: run `millrace migrate`"}},
 			{"migrate down --to 0", 0, []string{"at version 0 already"}},
 			{"migrate up now", exitUsage, []string{"now"}},

@@ -101,6 +101,8 @@ func newWorker(p *program) *cobra.Command {
 		back backboneFlags
 		eng  engineFlags
 		role workerFlags
+		// exits bounds how often the engine ends in a row.
+		exits int
 	)
 	cmd := &cobra.Command{
 		Use: "worker --engine URL [-- CMD ARGS…]", Short: "Sits beside an engine: pulls what fits, runs it, streams it back",
@@ -121,7 +123,7 @@ and gives the rest back to the queue.`,
 			if eng.URL == "" {
 				return usageError(cmd, errors.New("the engine is missing: name it with --engine http://host:port"))
 			}
-			if err := errors.Join(eng.check(), role.check()); err != nil {
+			if err := errors.Join(eng.check(), role.check(), config.AtLeast("max-engine-exits", exits, 0)); err != nil {
 				return usageError(cmd, err)
 			}
 			return runRole(cmd, p, "worker", &proc, &back, func(b *platform.Backbone, reg prometheus.Registerer, log *slog.Logger) (service, error) {
@@ -129,7 +131,7 @@ and gives the rest back to the queue.`,
 				if err != nil || len(command) == 0 {
 					return w, err
 				}
-				child, err := engine.NewProcess(engine.ProcessConfig{Command: command, Stdout: os.Stdout, Stderr: os.Stderr}, log)
+				child, err := engine.NewProcess(engine.ProcessConfig{Command: command, Stdout: os.Stdout, Stderr: os.Stderr, MaxExits: exits}, log)
 				if err != nil {
 					return nil, err
 				}
@@ -138,6 +140,7 @@ and gives the rest back to the queue.`,
 		},
 	}
 	cmd.Flags().StringVar(&role.Name, "name", "", "the worker's `name` (default the host's)")
+	cmd.Flags().IntVar(&exits, "max-engine-exits", 0, "how often in a row an engine behind \"--\" may end within a minute until the worker gives up; 0 for any number")
 	role.add(cmd.Flags())
 	addPrefixAffinity(cmd.Flags(), &role.NoPrefixAffinity)
 	eng.add(cmd.Flags())
@@ -152,12 +155,18 @@ type withEngine struct {
 	engine *engine.Process
 }
 
-// Run ends the engine after the worker has drained.
+// Run ends the engine after the worker has drained, and the worker when the engine is given up.
 func (w *withEngine) Run(ctx context.Context) error {
 	own, stop := context.WithCancel(context.WithoutCancel(ctx)) // the engine outlives the order to stop, until the worker has ended
 	defer stop()
+	ctx, giveUp := context.WithCancel(ctx)
+	defer giveUp()
 	ended := make(chan error, 1)
-	go func() { ended <- w.engine.Run(own) }()
+	go func() {
+		err := w.engine.Run(own)
+		giveUp()
+		ended <- err
+	}()
 	err := w.service.Run(ctx)
 	stop()
 	return errors.Join(err, <-ended)

@@ -142,9 +142,9 @@ func newRoot(p *program) *cobra.Command {
 		}
 		root.AddCommand(cmds...)
 	}
-	add("run", newUp(p), newDemo(p), newAPI(p), newDispatcher(p), newWorker(p), newEmulator(p), newHealth(p))
-	add("use", newSubmit(p), newJobs(p), newBatch(p), newStatus(p))
-	add("more", newTenants(p), newKeys(p), newUsage(p), newMigrate(p), newBench(p), newVersion(p))
+	add("run", newUp(p), newDemo(p), newAPI(p), newDispatcher(p), newAutoscaler(p), newWorker(p), newEmulator(p), newHealth(p))
+	add("use", newSubmit(p), newJobs(p), newBatch(p), newStatus(p), newScaling(p), newDrain(p))
+	add("more", newPools(p), newTenants(p), newKeys(p), newUsage(p), newMigrate(p), newBench(p), newVersion(p))
 	for _, cmd := range descendants(root) {
 		cmd.Flags().SortFlags = false // in the order in which they are learnt
 	}

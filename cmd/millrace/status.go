@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -23,8 +24,9 @@ func newStatus(p *program) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "status", Short: "One page: what waits, what runs, and why anything does not move",
 		Long: `Show, for each model, how many jobs wait and run and what keeps the next one from
-starting; and each worker with how full its engine's KV cache is, how soon it would
-begin a job (and the level at which it pulls: the lowest gets work first), and its GPUs.`,
+starting; each pool with how many workers it wants, and when the next is ready; and each
+worker with how full its engine's KV cache is, how soon it would begin a job (and the
+level at which it pulls: the lowest gets work first), and its GPUs.`,
 		Example: "  millrace status\n  millrace status -o json\n  watch millrace status", Args: args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, err := conn.open()
@@ -76,6 +78,9 @@ func printStatus(w io.Writer, now time.Time, queues []client.ModelQueue, workers
 	if err := table(w, rows); err != nil {
 		return err
 	}
+	if err := printPoolStates(w, now, queues); err != nil {
+		return err
+	}
 	if len(workers) == 0 {
 		_, err := fmt.Fprintln(w, "\nno workers")
 		return err
@@ -87,6 +92,62 @@ func printStatus(w io.Writer, now time.Time, queues []client.ModelQueue, workers
 		return err
 	}
 	return printGPUs(w, workers)
+}
+
+// printPoolStates prints a line for each pool that starts workers for a model.
+func printPoolStates(w io.Writer, now time.Time, queues []client.ModelQueue) error {
+	rows := [][]string{{"POOL", "WANTED", "READY", "STARTING", "DRAINING", "MAX", "NOW"}}
+	told := make(map[string]bool)
+	for _, q := range queues {
+		for _, p := range q.Pools {
+			if told[p.Name] { // it serves several models
+				continue
+			}
+			told[p.Name] = true
+			rows = append(rows, []string{p.Name, count(p.Wanted), count(p.Ready), count(p.Starting), count(p.Draining), count(p.Max), does(now, p)})
+		}
+	}
+	if len(rows) == 1 {
+		return nil
+	}
+	if _, err := fmt.Fprintln(w); err != nil {
+		return err
+	}
+	return table(w, rows)
+}
+
+// does tells what a pool does now: why it starts no worker, when one that starts is ready, or what was decided last.
+func does(now time.Time, p client.PoolState) string {
+	switch {
+	case p.Unavailable != "":
+		text := "no worker can be started: " + strings.TrimRight(oneLine(p.Unavailable), ".")
+		switch ahead := unixTime(p.RetryAt).Sub(now); {
+		case p.RetryAt > 0 && ahead > 0:
+			return text + "; the next try is " + about(ahead)
+		case p.Starting > 0:
+			return text + "; the next try is under way"
+		case p.RetryAt > 0:
+			return text + "; the next try is due, once there is work"
+		}
+		return text
+	case p.ReadyAt > 0:
+		ahead := unixTime(p.ReadyAt).Sub(now)
+		if ahead <= 0 {
+			return "first ready late: it was expected " + short(-ahead) + " ago"
+		}
+		return "first ready " + about(ahead)
+	case p.Starting > 0:
+		return "first ready: not known yet"
+	}
+	return oneLine(p.Reason)
+}
+
+// about is a rough time from now.
+func about(d time.Duration) string {
+	if d < time.Minute {
+		return fmt.Sprintf("in ~%d s", int(math.Ceil(d.Seconds())))
+	}
+	return "in ~" + short(d)
 }
 
 // printWorkers prints a table that fits 120 columns, and a line for each that a person should look at.
@@ -306,7 +367,8 @@ var reasons = map[string]string{
 	"dispatching":       "it starts at once",
 	"saturated":         "every worker is full",
 	"limit":             "every worker holds back, though its cache has room",
-	"starting":          "the workers' engines are starting",
+	"starting":          "a worker is starting",
+	"model_unavailable": "no worker can be started",
 	"stalled":           "the workers' engines make no progress",
 	"unready":           "the workers' engines do not answer",
 	"draining":          "the workers are stopping",

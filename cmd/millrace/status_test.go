@@ -81,6 +81,49 @@ func TestWorkersOfOneKindNeedNoModels(t *testing.T) {
 	}
 }
 
+// TestStatusOfPools: a line for each, however many models it serves, that says when a worker is there.
+func TestStatusOfPools(t *testing.T) {
+	t.Parallel()
+	now := time.Unix(1_700_000_000, 0)
+	at := func(in time.Duration) float64 { return float64(now.Add(in).UnixMilli()) / 1000 }
+	two := client.PoolState{Name: "two-models", Wanted: 2, Ready: 1, Starting: 1, Max: 8, ReadyAt: at(31500 * time.Millisecond), Reason: "the backlog needs it"}
+	queues := []client.ModelQueue{
+		{Model: "a", Pools: []client.PoolState{two}},
+		{Model: "b", Pools: []client.PoolState{two, {Name: "idle", Max: 1200, Reason: "nobody has\nasked for 10m"}}},
+		{Model: "c", Pools: []client.PoolState{
+			{Name: "broken", Wanted: 1, Max: 2, Unavailable: "image x: not found.", RetryAt: at(80 * time.Second), ReadyAt: at(time.Hour)},
+			{Name: "tried", Wanted: 1, Starting: 1, Max: 2, Unavailable: "exit code 1", RetryAt: at(-time.Second)},
+			{Name: "due", Max: 2, Unavailable: "exit code 1", RetryAt: at(-time.Second)},
+			{Name: "foreign", Max: 2, Unavailable: "there is no provider x"},
+			{Name: "late", Wanted: 1, Starting: 1, Draining: 3, Max: 2, ReadyAt: at(-4 * time.Second)},
+			{Name: "fresh", Wanted: 1, Starting: 1, Max: 2},
+		}},
+		{Model: "d"},
+	}
+	var out strings.Builder
+	if err := printPoolStates(&out, now, queues); err != nil {
+		t.Fatal(err)
+	}
+	want := `
+POOL        WANTED  READY  STARTING  DRAINING  MAX    NOW
+two-models  2       1      1         0         8      first ready in ~32 s
+idle        0       0      0         0         1,200  nobody has; asked for 10m
+broken      1       0      0         0         2      no worker can be started: image x: not found; the next try is in ~1m20s
+tried       1       0      1         0         2      no worker can be started: exit code 1; the next try is under way
+due         0       0      0         0         2      no worker can be started: exit code 1; the next try is due, once there is work
+foreign     0       0      0         0         2      no worker can be started: there is no provider x
+late        1       0      1         3         2      first ready late: it was expected 4.0s ago
+fresh       1       0      1         0         2      first ready: not known yet
+`
+	if diff := cmp.Diff(want, out.String()); diff != "" {
+		t.Error(diff)
+	}
+	out.Reset()
+	if err := printPoolStates(&out, now, queues[3:]); err != nil || out.Len() > 0 {
+		t.Errorf("without pools: %v, %q", err, out.String())
+	}
+}
+
 func TestGPUsThatCUDASees(t *testing.T) {
 	t.Parallel()
 	for list, want := range map[string][]string{

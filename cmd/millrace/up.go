@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -18,6 +18,8 @@ import (
 	"github.com/millrace/millrace/internal/config"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/platform"
+	"github.com/millrace/millrace/internal/provider"
+	"github.com/millrace/millrace/internal/scale"
 	"github.com/millrace/millrace/internal/telemetry"
 )
 
@@ -34,7 +36,11 @@ type upFlags struct {
 	data       string
 	durability string
 	natsListen string
+	poolsFile  string
 	workers    int
+	// settings are what the pools' workers are given beside what they need to join.
+	settings provider.Join
+	pools    []scale.Pool
 	// anyMetrics: nobody said where metrics are to be, so that any port will do.
 	anyMetrics bool
 }
@@ -46,11 +52,14 @@ func newUp(p *program) *cobra.Command {
 		Long: `Run every role in this process, with the queue, the store and an engine inside it.
 
 Without --engine the engine is the built-in emulator: it behaves like a GPU server in
-time and in its API, and its text is made up. With --engine it is yours.
+time and in its API, and its text is made up. With --engine it is yours. With --pool
+workers are processes of their own, which come and go with the load, each beside the
+engine that the pool's file describes.
 Jobs are kept in --data: what was accepted before a stop goes on at the next start.`,
 		Example: `  millrace up
   millrace up --engine http://127.0.0.1:11434
   millrace up --workers 4 --profile a10-7b --speed 2
+  millrace up --pool examples/pools.yaml
   millrace up --nats-url nats://127.0.0.1:4222 --redis-url redis://127.0.0.1:6379`,
 		Args: args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -58,6 +67,18 @@ Jobs are kept in --data: what was accepted before a stop goes on at the next sta
 				return usageError(cmd, err)
 			}
 			f.anyMetrics = !cmd.Flags().Changed("metrics-listen")
+			if f.poolsFile != "" {
+				if err := f.readPools(); err != nil {
+					return &exitError{exitUsage, err}
+				}
+				if !cmd.Flags().Changed("workers") && f.eng.URL == "" {
+					f.workers = 0
+				}
+				var err error
+				if f.settings, err = workerSettings(cmd, p); err != nil {
+					return err
+				}
+			}
 			return up(cmd.Context(), p, &f)
 		},
 	}
@@ -67,6 +88,7 @@ Jobs are kept in --data: what was accepted before a stop goes on at the next sta
 	fs.StringVar(&f.durability, "durability", "always", "always syncs each job to disk before its 202; relaxed each 100 ms")
 	f.eng.add(fs)
 	fs.IntVar(&f.workers, "workers", 1, "how many workers, each with an emulator of its own unless --engine is given")
+	fs.StringVar(&f.poolsFile, "pool", "", "YAML `file` of pools, whose workers are started and stopped as the load asks; then there are no others, unless --workers or --engine is given")
 	f.worker.add(fs)
 	addPrefixAffinity(fs, &f.api.NoPrefixAffinity, &f.worker.NoPrefixAffinity)
 	addFeed(fs, &f.dispatcher)
@@ -80,15 +102,11 @@ Jobs are kept in --data: what was accepted before a stop goes on at the next sta
 
 func (f *upFlags) check() error {
 	if f.data == "" {
-		base := os.Getenv("XDG_DATA_HOME")
-		if base == "" {
-			home, err := os.UserHomeDir()
-			if err != nil && f.back.NATSURL == "" {
-				return fmt.Errorf("finding a folder for the data: %w: name one with --data", err)
-			}
-			base = filepath.Join(home, ".local", "share")
+		home, err := dataHome()
+		if err != nil && f.back.NATSURL == "" {
+			return err
 		}
-		f.data = filepath.Join(base, "millrace")
+		f.data = home
 	}
 	return errors.Join(
 		f.back.check(), f.database.check(false), f.api.check(), checkFeed(&f.dispatcher), f.eng.check(), f.worker.check(), f.emu.check(),
@@ -96,12 +114,29 @@ func (f *upFlags) check() error {
 	)
 }
 
+// readPools reads the pools for the start-up text, and to refuse what cannot be: the autoscaler reads them again whenever they change.
+func (f *upFlags) readPools() error {
+	raw, err := os.ReadFile(f.poolsFile)
+	if err != nil {
+		return fmt.Errorf("reading the pools: %w", err)
+	}
+	if f.pools, err = scale.ParsePools(raw); err != nil {
+		return fmt.Errorf("reading the pools in %s: %w", f.poolsFile, err)
+	}
+	for _, pool := range f.pools {
+		if pool.Provider != "process" {
+			return fmt.Errorf("pool %s in %s has the provider %s, and `millrace up` runs workers as processes alone: use `millrace autoscaler`", pool.Name, f.poolsFile, pool.Provider)
+		}
+	}
+	return nil
+}
+
 // platform is the configuration of the whole.
 func (f *upFlags) platform() platform.Config {
 	f.api.Retention, f.dispatcher.BatchMaxLine = f.back.Queue.Retention, f.api.MaxBody
 	return platform.Config{
 		Dir: f.data, Relaxed: f.durability == "relaxed", NATSListen: f.natsListen, NATSURL: f.back.NATSURL, RedisURL: f.back.RedisURL, BlobURL: f.back.BlobURL, DatabaseURL: f.database.url,
-		Workers: f.workers, Engine: f.eng.Config, Emulator: f.emu.Config,
+		PoolsFile: f.poolsFile, WorkerJoin: f.settings, Workers: f.workers, Engine: f.eng.Config, Emulator: f.emu.Config,
 		API: f.api.Config, Dispatcher: f.dispatcher, Worker: f.worker.Config, Queue: f.back.Queue, Results: f.back.Results, Version: buildVersion(),
 	}
 }
@@ -191,11 +226,23 @@ func (f *upFlags) greeting(url, metrics string, models []job.Model, engines []fo
 	var b strings.Builder
 	say := func(format string, v ...any) { fmt.Fprintf(&b, format, v...) }
 	say("Millrace %s is up at %s\n\n", buildVersion(), url)
-	if f.eng.URL == "" {
+	switch {
+	case f.workers == 0:
+	case f.eng.URL == "":
 		say("  engine    %s: no model runs, its text is made up; behaves like %s at %gx speed\n", plural(f.workers, "built-in emulator"), f.emu.Profile, f.emu.Speed)
-	} else {
+	default:
 		say("  engine    %s, %s beside it\n", f.eng.URL, plural(f.workers, "worker"))
 	}
+	for _, pool := range f.pools {
+		served := make([]string, len(pool.Models))
+		for i, m := range pool.Models {
+			served[i] = string(m)
+		}
+		say("  pool      %s: %d to %d workers for %s, as the load asks\n", pool.Name, pool.Min, pool.Max, strings.Join(served, ", "))
+		models = append(models, pool.Models...)
+	}
+	slices.Sort(models)
+	models = slices.Compact(models) // a pool's may be served already
 	switch {
 	case f.back.NATSURL != "":
 		say("  queue     %s\n", f.back.NATSURL)

@@ -4,6 +4,7 @@ package admission
 
 import (
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/millrace/millrace/internal/job"
@@ -46,6 +47,9 @@ type View struct {
 	// Pressure on the model's workers, and the longest wait for a first token that is let in; 0 lets all in. They count for live jobs alone.
 	Pressure Pressure
 	MaxWait  time.Duration
+	// Unavailable is why no worker of the model can be started though none is ready, "" if one is or may be; NextTry is when it is tried again, 0 if that is unknown. They count for live jobs alone: durable ones wait.
+	Unavailable string
+	NextTry     time.Duration
 }
 
 // Decision is Lane, or a refusal.
@@ -77,6 +81,9 @@ func Decide(r Request, v View) Decision {
 			fmt.Sprintf("The queue of %q is %.0f %% full: try again later.", r.Model, v.WorkFill*100))}
 	}
 	if r.Live {
+		if v.Unavailable != "" {
+			return unavailable(r.Model, v)
+		}
 		if d, ok := overload(r.Model, v.Pressure, v.MaxWait); ok {
 			return d
 		}
@@ -104,6 +111,17 @@ func tooLong(r Request, largest job.Tokens) (Decision, bool) {
 	}
 	return Decision{Refuse: refusal(job.TypeInvalidRequest, job.CodeContextLength, param, fmt.Sprintf(
 		"The prompt has at least %d tokens, and the largest worker of %q holds %d: shorten it.", least, r.Model, largest))}, true
+}
+
+// unavailable refuses a call that no worker would answer for as long as none can be started.
+func unavailable(m job.Model, v View) Decision {
+	next := "It is tried again"
+	if v.NextTry > 0 {
+		next = fmt.Sprintf("The next try is in about %.0f s", math.Ceil(v.NextTry.Seconds()))
+	}
+	return Decision{After: v.NextTry, Refuse: refusal(job.TypeServer, job.CodeModelUnavailable, "", fmt.Sprintf(
+		"No worker of %.100q can be started now: %s. %s: try again later, or send it as a job, which may wait.", m, v.Unavailable, next,
+	))}
 }
 
 func refusal(typ string, code job.Code, param, message string) *job.Error {

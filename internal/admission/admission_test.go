@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -47,10 +48,16 @@ func TestDecide(t *testing.T) {
 		"too long even when all is full":                  {body: long, view: admission.View{Known: true, Largest: 1000, WorkFill: 1}, code: job.CodeContextLength},
 		"just as long as the largest worker":              {body: long, view: admission.View{Known: true, Largest: 1001}, lane: admission.Shared},
 		"no worker has said how much it holds":            {body: long, view: admission.View{Known: true}, lane: admission.Shared},
-		"an image's bytes are no prompt":                  {body: image, view: admission.View{Known: true, Largest: 1000}, lane: admission.Shared},
-		"two inputs that fit by themselves":               {body: many, endpoint: job.Embeddings, view: admission.View{Known: true, Largest: 1000}, lane: admission.Shared},
-		"one input that does not":                         {body: many, endpoint: job.Embeddings, view: admission.View{Known: true, Largest: 500}, code: job.CodeContextLength, names: []string{"562", "500"}},
-		"spaces between JSON are no prompt":               {body: short + strings.Repeat(" ", 40_000), view: admission.View{Known: true, Largest: 1000}, lane: admission.Shared},
+		"no worker can be started for a call": {
+			live: true, view: admission.View{Known: true, Unavailable: "no image", NextTry: 39500 * time.Millisecond}, code: job.CodeModelUnavailable, names: []string{`"m"`, "no image. The", "about 40 s"},
+		},
+		"nor is it known when it is tried again": {live: true, view: admission.View{Known: true, Unavailable: "no image"}, code: job.CodeModelUnavailable, names: []string{"tried again"}},
+		"a durable job waits for that":           {view: admission.View{Known: true, Unavailable: "no image"}, lane: admission.Shared},
+		"too long even when none can be started": {live: true, body: long, view: admission.View{Known: true, Largest: 1000, Unavailable: "no image"}, code: job.CodeContextLength},
+		"an image's bytes are no prompt":         {body: image, view: admission.View{Known: true, Largest: 1000}, lane: admission.Shared},
+		"two inputs that fit by themselves":      {body: many, endpoint: job.Embeddings, view: admission.View{Known: true, Largest: 1000}, lane: admission.Shared},
+		"one input that does not":                {body: many, endpoint: job.Embeddings, view: admission.View{Known: true, Largest: 500}, code: job.CodeContextLength, names: []string{"562", "500"}},
+		"spaces between JSON are no prompt":      {body: short + strings.Repeat(" ", 40_000), view: admission.View{Known: true, Largest: 1000}, lane: admission.Shared},
 	}
 	for name, tt := range tests {
 		t.Run(name, func(t *testing.T) {

@@ -45,7 +45,7 @@ type Worker struct {
 	Load float64
 	// Jobs that run or are in its hand, Limit how many may run at once; 0 is no limit.
 	Jobs, Limit int
-	// Braked: it takes nothing now though it may have room.
+	// Braked: it takes nothing now though it may have room, or leaves what it can to others.
 	Braked bool
 }
 
@@ -58,7 +58,7 @@ func Workers(members []cluster.Member, m job.Model) []Worker {
 			continue
 		}
 		list = append(list, Worker{
-			ID: job.Worker(member.ID), Capacity: w.Capacity, Load: w.Load, Jobs: w.Running + w.InHand, Limit: w.Limit, Braked: w.Brake != "",
+			ID: job.Worker(member.ID), Capacity: w.Capacity, Load: w.Load, Jobs: w.Running + w.InHand, Limit: w.Limit, Braked: w.Brake != "" || w.Yields,
 		})
 	}
 	return list

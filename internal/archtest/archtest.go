@@ -32,6 +32,7 @@ var Edges = map[string][]string{
 	"internal/batch":     {"internal/job"},
 	"internal/fairshare": {"internal/job"},
 	"internal/responses": {"internal/job"},
+	"internal/scale":     {"internal/job"},
 	"internal/affinity":  {"internal/cluster", "internal/job"},
 	"internal/schedule":  {"internal/job"},
 	"internal/admission": {"internal/job"},
@@ -39,7 +40,7 @@ var Edges = map[string][]string{
 
 	// Roles.
 	"api": {
-		"internal/admission", "internal/affinity", "internal/batch", "internal/blob", "internal/cluster", "internal/job", "internal/ledger", "internal/queue", "internal/relay", "internal/responses", "internal/results", "internal/settle",
+		"internal/admission", "internal/affinity", "internal/batch", "internal/blob", "internal/cluster", "internal/job", "internal/ledger", "internal/queue", "internal/relay", "internal/responses", "internal/results", "internal/scale", "internal/settle",
 	},
 	"dispatcher": {
 		"internal/batch", "internal/blob", "internal/cluster", "internal/fairshare", "internal/job", "internal/ledger", "internal/queue", "internal/relay", "internal/results", "internal/settle",
@@ -47,6 +48,15 @@ var Edges = map[string][]string{
 	"worker": {
 		"internal/affinity", "internal/blob", "internal/cluster", "internal/engine", "internal/gpu", "internal/job", "internal/queue", "internal/relay", "internal/responses", "internal/results", "internal/schedule", "internal/settle",
 	},
+
+	"autoscaler": {"internal/cluster", "internal/job", "internal/ledger", "internal/provider", "internal/scale"},
+
+	// Providers of workers.
+	"internal/provider":            {"internal/job", "internal/scale"},
+	"internal/provider/command":    {"internal/job", "internal/provider", "internal/scale"},
+	"internal/provider/docker":     {"internal/job", "internal/provider", "internal/scale"},
+	"internal/provider/kubernetes": {"internal/job", "internal/provider", "internal/scale"},
+	"internal/provider/process":    {"internal/job", "internal/provider", "internal/scale"},
 
 	// For main alone.
 	"internal/config":    {},
@@ -56,7 +66,10 @@ var Edges = map[string][]string{
 	"cmd/millrace":      {Everything},
 	"bench":             {Everything},
 	"bench/batch":       {Everything},
+	"bench/chart":       {},
 	"bench/routing":     {Everything},
+	"bench/scaling":     {Everything},
+	"bench/workload":    {},
 	"internal/platform": {Everything},
 
 	// The prompts of the demo, and clients to copy from.
@@ -66,15 +79,17 @@ var Edges = map[string][]string{
 	// For tests alone.
 	"internal/archtest":                     {},
 	"internal/engine/emulator/emulatortest": {"internal/engine/emulator"},
+	"internal/provider/providertest":        {"internal/job", "internal/provider", "internal/scale"},
 	"internal/results/resultstest":          {"internal/job", "internal/results"},
 	"internal/testenv":                      {"internal/embedded", "internal/ledger"},
 }
 
 // TestEdges lists what the tests of a package, or of all below a folder that ends in "/...", may import beyond its Edges.
 var TestEdges = map[string][]string{
-	"...":              {"internal/testenv", "internal/embedded", "internal/engine/emulator", "internal/engine/emulator/emulatortest", "internal/job"},
-	"internal/results": {"internal/results/resultstest"},
-	"test/...":         {Everything},
+	"...":                   {"internal/testenv", "internal/embedded", "internal/engine/emulator", "internal/engine/emulator/emulatortest", "internal/job"},
+	"internal/provider/...": {"internal/provider/providertest"},
+	"internal/results":      {"internal/results/resultstest"},
+	"test/...":              {Everything},
 }
 
 // Everything allows every package of the module.
@@ -93,6 +108,8 @@ var Reserved = map[string]Reservation{
 	"github.com/spf13/cobra":                                             {Importers: []string{"cmd/millrace"}},
 	"github.com/NVIDIA/go-nvml":                                          {Importers: []string{"internal/gpu"}},
 	"github.com/vbauerster/mpb":                                          {Importers: []string{"cmd/millrace"}},
+	"github.com/moby/moby":                                               {Importers: []string{"internal/provider/docker"}},
+	"k8s.io":                                                             {Importers: []string{"internal/provider/kubernetes"}},
 	"github.com/openai/openai-go":                                        {Importers: []string{"examples/openai-go"}, Tests: true},
 	"database/sql":                                                       {Importers: []string{"internal/ledger"}},
 	"github.com/jackc/pgx":                                               {Importers: []string{"internal/ledger"}},

@@ -3,6 +3,7 @@ package client
 import (
 	"context"
 	"net/http"
+	"net/url"
 
 	"github.com/millrace/millrace/internal/job"
 )
@@ -82,6 +83,37 @@ func (c *Client) Workers(ctx context.Context) ([]Worker, error) {
 	return list.Data, err
 }
 
+// DrainWorker has a worker, by its id or its name, take no more work: it finishes what runs, and stays until its process is told to stop. It needs the admin key where one is configured.
+func (c *Client) DrainWorker(ctx context.Context, worker string) (*Worker, error) {
+	var w Worker
+	if err := c.do(ctx, request{method: http.MethodPost, path: "/admin/v1/workers/" + url.PathEscape(worker) + "/drain"}, &w); err != nil {
+		return nil, err
+	}
+	return &w, nil
+}
+
+// PoolState is what the leading autoscaler last said of a pool.
+type PoolState struct {
+	Name   string      `json:"name"`
+	Models []job.Model `json:"models"`
+	// Wanted workers, and those that there are; Max is the most that there may be.
+	Wanted   int `json:"wanted"`
+	Ready    int `json:"ready"`
+	Starting int `json:"starting"`
+	Draining int `json:"draining"`
+	Max      int `json:"max"`
+	// WorkerRate is how many expected tokens one worker gets done per second while it is full; 0 is unknown.
+	WorkerRate float64 `json:"worker_tokens_per_second,omitempty"`
+	// ReadyAt is when the first of those that start is expected to be ready, in unix seconds; 0 if none starts.
+	ReadyAt float64 `json:"ready_at,omitempty"`
+	// Unavailable says why no worker can be started, "" while they can; RetryAt is when the next start is tried, in unix seconds.
+	Unavailable string  `json:"unavailable,omitempty"`
+	RetryAt     float64 `json:"retry_at,omitempty"`
+	// Action and Reason of the last decision.
+	Action string `json:"action"`
+	Reason string `json:"reason"`
+}
+
 // ModelQueue is what waits and runs of one model.
 type ModelQueue struct {
 	Model job.Model `json:"model"`
@@ -110,6 +142,8 @@ type ModelQueue struct {
 	JobsPerSecond float64 `json:"jobs_per_second"`
 	// Workers counts them by state.
 	Workers map[string]int `json:"workers"`
+	// Pools are those that start workers for the model.
+	Pools []PoolState `json:"pools"`
 	// Reason is the first thing that keeps jobs waiting, nil if none wait.
 	Reason *string `json:"reason"`
 }

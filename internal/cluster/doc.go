@@ -18,6 +18,10 @@
 // when its holder stops. Its holder acts until 2 s after the start of the last renewal that succeeded, so at least 1 s of silence lies between two leaders as long as the server's clock
 // does not jump. Where that is not enough, writes carry the epoch, which rises from leader to leader, and stores refuse the lower one.
 //
+// # Orders
+//
+// A worker listens on millrace.drain.<id> and answers once it drains. Nothing of an order is stored: whoever gave it sees from heartbeats what came of it, and repeats it if need be.
+//
 // # Concurrency
 //
 // A Cluster is safe for concurrent use. Open starts two goroutines that end with Close: one ticks, one follows the bucket of known models.

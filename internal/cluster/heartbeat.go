@@ -14,6 +14,7 @@ const (
 	RoleAPI        Role = "api"
 	RoleWorker     Role = "worker"
 	RoleDispatcher Role = "dispatcher"
+	RoleAutoscaler Role = "autoscaler"
 )
 
 // WorkerState is what a worker's heartbeat says of it.
@@ -40,6 +41,48 @@ type Heartbeat struct {
 	Leader  bool        `json:"leader,omitempty"`
 	// Queues is what the leading dispatcher last saw of each model.
 	Queues []QueueInfo `json:"queues,omitempty"`
+	// QueuesAge is how long ago it saw them, in seconds: a store that is away keeps it from looking.
+	QueuesAge float64 `json:"queues_age_seconds,omitempty"`
+	// Traffic is what came in at an API, by model.
+	Traffic []Traffic `json:"traffic,omitempty"`
+	// Pools is what the leading autoscaler does about each pool.
+	Pools []PoolInfo `json:"pools,omitempty"`
+}
+
+// Traffic is what came in at one API for one model: jobs and calls that it let in, without lines of batches.
+type Traffic struct {
+	Model job.Model `json:"model"`
+	// Jobs and Tokens (expected) since the API's start; Squares is the sum of the squares of each one's tokens.
+	Jobs    int64   `json:"jobs"`
+	Tokens  int64   `json:"tokens"`
+	Squares float64 `json:"squares"`
+	// Held calls, which are answered on their connections, by whether a worker has them: jobs and expected tokens. They are in no backlog.
+	WaitingCalls  int        `json:"waiting_calls,omitempty"`
+	WaitingTokens job.Tokens `json:"waiting_tokens,omitempty"`
+	RunningCalls  int        `json:"running_calls,omitempty"`
+	RunningTokens job.Tokens `json:"running_tokens,omitempty"`
+}
+
+// PoolInfo is what the leading autoscaler knows of a pool.
+type PoolInfo struct {
+	Name   string      `json:"name"`
+	Models []job.Model `json:"models"`
+	// Wanted workers, and those that there are.
+	Wanted   int `json:"wanted"`
+	Ready    int `json:"ready"`
+	Starting int `json:"starting"`
+	Draining int `json:"draining"`
+	Max      int `json:"max"`
+	// WorkerRate is how many expected tokens one of its workers gets done per second while it is full; 0 is unknown.
+	WorkerRate float64 `json:"worker_tokens_per_second,omitempty"`
+	// ReadyAt is when the first of those that start is expected to be ready, in unix seconds; 0 if none starts.
+	ReadyAt float64 `json:"ready_at,omitempty"`
+	// Unavailable says why starts fail, RetryAt when the next one is tried (unix seconds); "" while they do not.
+	Unavailable string  `json:"unavailable,omitempty"`
+	RetryAt     float64 `json:"retry_at,omitempty"`
+	// Action and Reason of the last decision.
+	Action string `json:"action"`
+	Reason string `json:"reason"`
 }
 
 // WorkerInfo is the worker's part of a heartbeat.
@@ -63,6 +106,8 @@ type WorkerInfo struct {
 	Generated int64 `json:"generated_tokens"`
 	Completed int64 `json:"completed"`
 	Failed    int64 `json:"failed"`
+	// Served counts the expected tokens of the jobs that ended here since the worker's start: the measure of backlogs.
+	Served int64 `json:"served_tokens"`
 	// FreeRank is the largest free room in one data-parallel rank: a job must fit in one.
 	FreeRank job.Tokens `json:"kv_free_rank"`
 	// Load is the share of what may be used that is, 0..1 and more: of the KV cache, or of the sequences where fewer of those are free.
@@ -73,6 +118,8 @@ type WorkerInfo struct {
 	EngineWaiting int    `json:"engine_waiting"`
 	Limit         int    `json:"concurrency_limit,omitempty"`
 	Brake         string `json:"brake,omitempty"`
+	// Yields: it takes only what others have no room for.
+	Yields bool `json:"yields,omitempty"`
 	// ChatOnly are those of Models whose engine surely does not serve /v1/responses itself: such requests are made chats, which cannot do all.
 	ChatOnly []job.Model `json:"chat_only,omitempty"`
 	// StateSince is when State began, in unix seconds by the worker's clock; FallBacks how often the engine stopped being ready; ProbeSeconds what its last probe that was passed took.
@@ -127,6 +174,8 @@ type QueueInfo struct {
 	// Backlog is what each tenant has accepted and not ended: of those who have the most, for a heartbeat is small. Total is that of all.
 	Backlog map[job.Tenant]Backlog `json:"backlog,omitempty"`
 	Total   Backlog                `json:"backlog_total"`
+	// ByClass parts Total by class.
+	ByClass map[job.Class]Backlog `json:"backlog_by_class,omitempty"`
 	// WorkFill is the share of the WORK stream's limit in use, 0..1.
 	WorkFill float64 `json:"work_fill"`
 }

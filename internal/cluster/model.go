@@ -21,12 +21,12 @@ const (
 	rereadEvery = time.Minute
 )
 
-// KnownModel is what is remembered of a model for 24 h after a worker last served it.
+// KnownModel is what is remembered of a model for 24 h after a worker last served it, or a pool named it.
 type KnownModel struct {
 	Model job.Model `json:"model"`
-	// Largest is the longest request in tokens that fits its largest worker.
+	// Largest is the longest request in tokens that fits its largest worker; 0 is unknown, and keeps what is remembered.
 	Largest job.Tokens `json:"largest"`
-	// Seen is when a worker last said that it serves it, unix ms.
+	// Seen is when a worker last said that it serves it, or a pool that it would, unix ms.
 	Seen   int64  `json:"seen"`
 	Engine string `json:"engine,omitempty"`
 }
@@ -41,6 +41,7 @@ type modelEntry struct {
 // merge is what is remembered once m has been heard, given what was remembered before: the largest worker of the last 24 h counts, whichever spoke last.
 func (e modelEntry) merge(m KnownModel) modelEntry {
 	merged := modelEntry{KnownModel: m, LargestSeen: m.Seen}
+	merged.Engine = cmp.Or(m.Engine, e.Engine)
 	if e.Largest > m.Largest && m.Seen-e.LargestSeen < rememberFor.Milliseconds() {
 		merged.Largest, merged.LargestSeen = e.Largest, e.LargestSeen
 	}
@@ -56,7 +57,7 @@ func (c *Cluster) openModels(ctx context.Context) (jetstream.KeyValue, error) {
 	return c.modelBucket().open(ctx, c.js)
 }
 
-// Remember stores that the model is served now. Call it when a worker becomes ready and then about once a minute.
+// Remember stores that the model is served now, or would be by a pool's workers. Call it when a worker becomes ready and then about once a minute.
 func (c *Cluster) Remember(ctx context.Context, m KnownModel) error {
 	if m.Seen == 0 {
 		m.Seen = time.Now().UnixMilli()

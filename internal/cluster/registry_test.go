@@ -231,16 +231,18 @@ func TestTheDeadAreForgotten(t *testing.T) {
 func TestTheLargestWorkerOfADayIsRemembered(t *testing.T) {
 	t.Parallel()
 	const hour = int64(time.Hour / time.Millisecond)
-	large := cluster.KnownModel{Model: "m", Largest: 100, Seen: 50 * hour}
+	large := cluster.KnownModel{Model: "m", Largest: 100, Seen: 50 * hour, Engine: "vllm"}
 	for _, row := range []struct {
 		name        string
 		m           cluster.KnownModel
 		want        cluster.KnownModel
 		largestSeen int64
 	}{
-		{"a smaller one speaks later", cluster.KnownModel{Model: "m", Largest: 10, Seen: 60 * hour}, cluster.KnownModel{Model: "m", Largest: 100, Seen: 60 * hour}, 50 * hour},
-		{"a larger one speaks", cluster.KnownModel{Model: "m", Largest: 200, Seen: 60 * hour}, cluster.KnownModel{Model: "m", Largest: 200, Seen: 60 * hour}, 60 * hour},
-		{"the larger one is long gone", cluster.KnownModel{Model: "m", Largest: 10, Seen: 75 * hour}, cluster.KnownModel{Model: "m", Largest: 10, Seen: 75 * hour}, 75 * hour},
+		{"a smaller one speaks later", cluster.KnownModel{Model: "m", Largest: 10, Seen: 60 * hour}, cluster.KnownModel{Model: "m", Largest: 100, Seen: 60 * hour, Engine: "vllm"}, 50 * hour},
+		{"a larger one speaks", cluster.KnownModel{Model: "m", Largest: 200, Seen: 60 * hour}, cluster.KnownModel{Model: "m", Largest: 200, Seen: 60 * hour, Engine: "vllm"}, 60 * hour},
+		{"the larger one is long gone", cluster.KnownModel{Model: "m", Largest: 10, Seen: 75 * hour}, cluster.KnownModel{Model: "m", Largest: 10, Seen: 75 * hour, Engine: "vllm"}, 75 * hour},
+		{"a pool names it, which knows no size", cluster.KnownModel{Model: "m", Seen: 60 * hour}, cluster.KnownModel{Model: "m", Largest: 100, Seen: 60 * hour, Engine: "vllm"}, 50 * hour},
+		{"a pool alone has named it for a day", cluster.KnownModel{Model: "m", Seen: 75 * hour}, cluster.KnownModel{Model: "m", Seen: 75 * hour, Engine: "vllm"}, 75 * hour},
 	} {
 		got, seen := cluster.Merge(large, 50*hour, row.m)
 		if d := cmp.Diff(row.want, got); d != "" || seen != row.largestSeen {

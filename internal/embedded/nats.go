@@ -2,10 +2,12 @@
 package embedded
 
 import (
+	"crypto/subtle"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
+	"net/url"
 	"strconv"
 	"time"
 
@@ -20,6 +22,8 @@ type NATSConfig struct {
 	Relaxed bool
 	// Listen is the address of an open port, "" for in-process connections alone.
 	Listen string
+	// User and Password that every connection needs, in-process ones too; "" for none.
+	User, Password string
 	// MaxPayload in bytes; default 8 MiB.
 	MaxPayload int32
 	// StoreLimit of JetStream's files in bytes; default: what the disk has, as the server finds it. MemoryLimit likewise.
@@ -28,7 +32,10 @@ type NATSConfig struct {
 }
 
 // NATS is a running server. It is a nats.InProcessConnProvider.
-type NATS struct{ server *natsserver.Server }
+type NATS struct {
+	server *natsserver.Server
+	user   *url.Userinfo // nil if none is needed
+}
 
 // StartNATS returns once the server takes connections and JetStream has recovered its store.
 func StartNATS(cfg NATSConfig) (*NATS, error) {
@@ -45,6 +52,10 @@ func StartNATS(cfg NATSConfig) (*NATS, error) {
 	}
 	if cfg.Relaxed {
 		o.SyncAlways = false
+	}
+	if cfg.User != "" {
+		// The server's own user and password make it warn of a file that holds them, and there is none.
+		o.CustomClientAuthentication = password{cfg.User, cfg.Password}
 	}
 	if o.MaxPayload == 0 {
 		o.MaxPayload = 8 << 20
@@ -79,18 +90,38 @@ func StartNATS(cfg NATSConfig) (*NATS, error) {
 		s.Shutdown()
 		return nil, fmt.Errorf("the embedded NATS server could not open its store in %s", cfg.Dir)
 	}
-	return &NATS{server: s}, nil
+	n := &NATS{server: s}
+	if cfg.User != "" {
+		n.user = url.UserPassword(cfg.User, cfg.Password)
+	}
+	return n, nil
+}
+
+// password lets in who knows it.
+type password struct{ user, password string }
+
+// Check is called for each connection.
+func (p password) Check(c natsserver.ClientAuthentication) bool {
+	o := c.GetOpts()
+	same := func(a, b string) int { return subtle.ConstantTimeCompare([]byte(a), []byte(b)) }
+	return same(o.Username, p.user)&same(o.Password, p.password) == 1
 }
 
 // InProcessConn makes NATS a nats.InProcessConnProvider.
 func (n *NATS) InProcessConn() (net.Conn, error) { return n.server.InProcessConn() }
 
-// URL is the address of the open port, "" if there is none.
+// URL is the address of the open port, as this machine reaches it, with the password if there is one; "" if there is no port.
 func (n *NATS) URL() string {
-	if a, ok := n.server.Addr().(*net.TCPAddr); ok && a != nil {
-		return "nats://" + a.String()
+	a, ok := n.server.Addr().(*net.TCPAddr)
+	if !ok || a == nil {
+		return ""
 	}
-	return ""
+	host := a.IP.String()
+	if a.IP.IsUnspecified() {
+		host = "127.0.0.1"
+	}
+	u := url.URL{Scheme: "nats", User: n.user, Host: net.JoinHostPort(host, strconv.Itoa(a.Port))}
+	return u.String()
 }
 
 // Shutdown stops the server and waits for it.

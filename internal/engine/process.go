@@ -29,6 +29,8 @@ type ProcessConfig struct {
 	// MinRestart and MaxRestart bound the wait before a restart, which doubles from one to the other and begins anew once the engine ran for Steady.
 	// Default 1 s, 60 s, 1 min.
 	MinRestart, MaxRestart, Steady time.Duration
+	// MaxExits is how many times in a row the engine may end before it ran for Steady: then Run gives up. 0 is any number.
+	MaxExits int
 }
 
 // Process runs an engine as a child in a process group of its own, and starts it again whenever it ends.
@@ -66,6 +68,9 @@ func NewProcess(cfg ProcessConfig, log *slog.Logger) (*Process, error) {
 			*f.value = f.fallback
 		}
 	}
+	if cfg.MaxExits < 0 {
+		return nil, fmt.Errorf("engine process MaxExits is %d: want 0 for any number, or more", cfg.MaxExits)
+	}
 	if cfg.MinRestart > cfg.MaxRestart {
 		return nil, fmt.Errorf("engine process MinRestart %s is over MaxRestart %s", cfg.MinRestart, cfg.MaxRestart)
 	}
@@ -86,11 +91,12 @@ func (p *Process) LastExit() error {
 	return p.last
 }
 
-// Run starts the engine and keeps it running until ctx ends; then it stops it and returns nil once the engine and all of its group are gone.
+// Run starts the engine and keeps it running until ctx ends; then it stops it and returns nil once the engine and all of its group are gone. An error says that it has given up.
 func (p *Process) Run(ctx context.Context) error {
 	wait := backoff.NewExponentialBackOff()
 	wait.InitialInterval, wait.MaxInterval, wait.Multiplier = p.cfg.MinRestart, p.cfg.MaxRestart, 2
 	wait.Reset()
+	inRow := 0
 	for ctx.Err() == nil {
 		started := time.Now()
 		err := p.runOnce(ctx)
@@ -105,8 +111,13 @@ func (p *Process) Run(ctx context.Context) error {
 		p.exits++
 		p.last = err
 		p.mu.Unlock()
+		inRow++
 		if ran >= p.cfg.Steady {
 			wait.Reset()
+			inRow = 0
+		}
+		if p.cfg.MaxExits > 0 && inRow >= p.cfg.MaxExits {
+			return fmt.Errorf("the engine has ended %d times in a row: %w", inRow, err)
 		}
 		pause := wait.NextBackOff()
 		p.log.Error("engine process ended", "err", err, "ran", ran, "restart_in", pause)

@@ -272,3 +272,18 @@ func TestNewProcessRefusesWhatCannotWork(t *testing.T) {
 		})
 	}
 }
+
+func TestAnEngineThatEndsAgainAndAgainIsGivenUp(t *testing.T) {
+	t.Parallel()
+	p := newProcess(t, engine.ProcessConfig{Command: shell("exit 3"), MinRestart: time.Millisecond, MaxRestart: time.Millisecond, MaxExits: 3})
+	if err := p.Run(t.Context()); err == nil || err.Error() != "the engine has ended 3 times in a row: exit status 3" || p.Exits() != 3 {
+		t.Errorf("after %d exits: %v", p.Exits(), err)
+	}
+	// Those that ran for long enough do not count.
+	steady := newProcess(t, engine.ProcessConfig{Command: shell("exit 3"), MinRestart: time.Millisecond, MaxRestart: time.Millisecond, Steady: time.Nanosecond, MaxExits: 2})
+	stop := run(t, steady)
+	for steady.Exits() < 5 {
+		time.Sleep(time.Millisecond)
+	}
+	stop()
+}

@@ -16,10 +16,12 @@ const (
 	CodeUnsupportedMedia     Code = "unsupported_media_type"
 	CodeRequestTooLarge      Code = "request_too_large"
 	CodeModelNotFound        Code = "model_not_found"
+	CodeModelUnavailable     Code = "model_unavailable"
 	CodeContextLength        Code = "context_length_exceeded"
 	CodeIdempotencyConflict  Code = "idempotency_key_reused"
 	CodeAlreadyEnded         Code = "job_already_ended"
 	CodeJobNotFound          Code = "job_not_found"
+	CodeWorkerNotFound       Code = "worker_not_found"
 	CodeResultExpired        Code = "result_expired"
 	CodeRateLimit            Code = "rate_limit_exceeded"
 	CodeQueueFull            Code = "queue_full"
@@ -75,6 +77,12 @@ const (
 	CodeRunning           Code = "running_limit"
 	CodeRunningTokens     Code = "running_tokens_limit"
 	CodeFileBytes         Code = "file_bytes_limit"
+
+	// Of pools.
+	CodePoolNotFound Code = "pool_not_found"
+	CodePoolExists   Code = "pool_already_exists"
+	CodePoolFromFile Code = "pool_from_file"
+	CodeModelTaken   Code = "model_of_another_pool"
 )
 
 // The types of errors, as the OpenAI API names them.

@@ -141,10 +141,20 @@ func (s *Store) change(ctx context.Context, fence func(*query) error, doing, id 
 
 // What follows is the leading dispatcher's. Each write compares its epoch with the highest that has written, and is ErrFenced behind it.
 
-// fence makes epoch the highest, and keeps it until the transaction ends: who leads next waits for that.
-func (q *query) fence(epoch uint64) error {
-	var highest uint64
-	if err := q.row("SELECT epoch FROM leadership WHERE id = 1" + q.dialect.locking()).Scan(&highest); err != nil {
+// leads is a row of leadership: who leads in what.
+type leads int
+
+const (
+	dispatching leads = 1
+	autoscaling leads = 2
+)
+
+// fence makes epoch the highest of the dispatchers', and keeps it until the transaction ends: who leads next waits for that.
+func (q *query) fence(epoch uint64) error { return q.fenceOf(dispatching, epoch) }
+
+func (q *query) fenceOf(who leads, epoch uint64) error {
+	highest, err := q.highest(who)
+	if err != nil {
 		return err
 	}
 	if highest > epoch {
@@ -153,8 +163,14 @@ func (q *query) fence(epoch uint64) error {
 	if highest == epoch {
 		return nil
 	}
-	_, err := q.exec("UPDATE leadership SET epoch = $1 WHERE id = 1", epoch)
+	_, err = q.exec("UPDATE leadership SET epoch = $1 WHERE id = $2", epoch, who)
 	return err
+}
+
+// highest is the highest epoch that has written. It stays so until the transaction ends.
+func (q *query) highest(who leads) (epoch uint64, err error) {
+	err = q.row("SELECT epoch FROM leadership WHERE id = $1"+q.dialect.locking(), who).Scan(&epoch)
+	return epoch, err
 }
 
 // Lead makes epoch the highest.

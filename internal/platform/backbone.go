@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"net/url"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -19,6 +20,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/millrace/millrace/api"
+	"github.com/millrace/millrace/autoscaler"
 	"github.com/millrace/millrace/dispatcher"
 	"github.com/millrace/millrace/internal/batch"
 	"github.com/millrace/millrace/internal/blob"
@@ -26,6 +28,7 @@ import (
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/gpu"
 	"github.com/millrace/millrace/internal/ledger"
+	"github.com/millrace/millrace/internal/provider"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/relay"
 	"github.com/millrace/millrace/internal/results"
@@ -36,7 +39,7 @@ import (
 type BackboneConfig struct {
 	// Name of the process in the servers' listings.
 	Name string
-	// NATSURL and RedisURL of the servers. InProcess, if set, is a NATS server in this process, and NATSURL is not used.
+	// NATSURL and RedisURL of the servers. InProcess, if set, is a NATS server in this process, and of NATSURL the user and the password alone are used.
 	NATSURL, RedisURL string
 	InProcess         nats.InProcessConnProvider
 	// BlobURL says where objects are kept, as blob.Config.URL does; "" is NATS. It is the same in every process of a platform.
@@ -51,6 +54,25 @@ type BackboneConfig struct {
 	Results results.Config
 	// Version of this build.
 	Version string
+}
+
+// Join is what a worker process needs to meet the same backbone: the variables that set these fields, for those that are set.
+func (c *BackboneConfig) Join() provider.Join {
+	join := provider.Join{}
+	set := func(name, value string) {
+		if value != "" && value != "0" && value != "0s" {
+			join["MILLRACE_"+name] = value
+		}
+	}
+	set("NATS_URL", c.NATSURL)
+	set("REDIS_URL", c.RedisURL)
+	set("BLOB_URL", c.BlobURL)
+	set("REPLICAS", strconv.Itoa(c.Queue.Replicas))
+	set("RETENTION", c.Queue.Retention.String())
+	set("WORK_MAX_BYTES", strconv.FormatInt(c.Queue.WorkMaxBytes, 10))
+	set("DONE_MAX_BYTES", strconv.FormatInt(c.Queue.DoneMaxBytes, 10))
+	set("LIVE_MAX_BYTES", strconv.FormatInt(c.Queue.LiveMaxBytes, 10))
+	return join
 }
 
 // Backbone is what all roles work with. One process has one, whatever roles it runs.
@@ -218,6 +240,16 @@ func (b *Backbone) Dispatcher(cfg dispatcher.Config, reg prometheus.Registerer, 
 	return dispatcher.New(cfg, dispatcher.Deps{
 		Queue: b.queue, Blobs: b.blobs, Results: b.results, Cluster: b.cluster, Relay: b.relay, Ledger: b.ledger,
 		Registerer: reg, Log: log.With("role", "dispatcher"), Version: b.version, Process: b.process,
+	})
+}
+
+// Autoscaler makes the autoscaler's role on this backbone. providers are by the names that pools use.
+func (b *Backbone) Autoscaler(cfg autoscaler.Config, providers map[string]provider.Provider, reg prometheus.Registerer, log *slog.Logger) (*autoscaler.Autoscaler, error) {
+	if b.ledger == nil {
+		return nil, errNoDatabase
+	}
+	return autoscaler.New(cfg, autoscaler.Deps{
+		Cluster: b.cluster, Ledger: b.ledger, Providers: providers, Registerer: reg, Log: log.With("role", "autoscaler"), Version: b.version, Process: b.process,
 	})
 }
 

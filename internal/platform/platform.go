@@ -2,6 +2,7 @@ package platform
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -13,11 +14,13 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/millrace/millrace/api"
+	"github.com/millrace/millrace/autoscaler"
 	"github.com/millrace/millrace/dispatcher"
 	"github.com/millrace/millrace/internal/embedded"
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/engine/emulator"
 	"github.com/millrace/millrace/internal/ledger"
+	"github.com/millrace/millrace/internal/provider"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/results"
 	"github.com/millrace/millrace/worker"
@@ -37,9 +40,12 @@ type Config struct {
 	BlobURL string
 	// DatabaseURL names a database to use in place of the SQLite file in Dir, as ledger.Config.URL does. Its schema must be there; that of the file in Dir is made.
 	DatabaseURL string
-	// Workers is how many, each beside an engine of its own; default 1, or one for each of Engines.
+	// PoolsFile names pools whose workers are processes of this machine, which an autoscaler in this process starts and stops; "" is none. WorkerJoin is what these workers get beside what they need to join.
+	PoolsFile  string
+	WorkerJoin provider.Join
+	// Workers is how many are in this process, each beside an engine of its own; default one for each of Engines, or 1 if there are none and no pools.
 	Workers int
-	// Engine is the engine of all workers but those that Engines names. Without a URL each has an emulator in this process, as Emulator describes it.
+	// Engine is the engine of all workers in this process but those that Engines names. Without a URL each has an emulator in this process, as Emulator describes it.
 	Engine   engine.Config
 	Engines  []engine.Config
 	Emulator emulator.Config
@@ -65,6 +71,7 @@ type Platform struct {
 	api        *API
 	dispatcher *dispatcher.Dispatcher
 	workers    []*worker.Worker
+	autoscaler *autoscaler.Autoscaler // nil without pools
 	backbone   *Backbone
 	nats       *embedded.NATS
 	// stages end one after the other: who takes work before who does it.
@@ -89,20 +96,27 @@ func New(ctx context.Context, cfg Config, reg prometheus.Registerer, log *slog.L
 	bc := BackboneConfig{
 		Name: "millrace", NATSURL: cfg.NATSURL, RedisURL: cfg.RedisURL, BlobURL: cfg.BlobURL, DatabaseURL: cfg.DatabaseURL, Queue: cfg.Queue, Results: cfg.Results, Version: cfg.Version,
 	}
-	if cfg.NATSURL == "" {
+	if cfg.NATSURL == "" || cfg.PoolsFile != "" {
 		unlock, err := lock(cfg.Dir)
 		if err != nil {
 			return nil, err
 		}
 		p.onClose(unlock)
-		server, err := embedded.StartNATS(embedded.NATSConfig{
+	}
+	if cfg.NATSURL == "" {
+		nc := embedded.NATSConfig{
 			Dir: filepath.Join(cfg.Dir, "nats"), Relaxed: cfg.Relaxed, Listen: cfg.NATSListen, StoreLimit: embeddedStore, MemoryLimit: embeddedStore, Log: log.With("part", "nats"),
-		})
+		}
+		if cfg.PoolsFile != "" && cfg.NATSListen == "" {
+			nc.Listen, nc.User, nc.Password = "127.0.0.1:0", "millrace", rand.Text() // for the workers alone, which get the password in their environment
+		}
+		server, err := embedded.StartNATS(nc)
 		if err != nil {
 			return nil, err
 		}
 		p.nats = server
 		p.onClose(server.Shutdown)
+		bc.NATSURL = server.URL()
 		bc.InProcess, bc.FilesDir = server, filepath.Join(cfg.Dir, "files")
 		setDefault(&bc.Queue.WorkMaxBytes, embeddedWork)
 		setDefault(&bc.Queue.DoneMaxBytes, embeddedDone)
@@ -128,6 +142,11 @@ func New(ctx context.Context, cfg Config, reg prometheus.Registerer, log *slog.L
 	if err := p.addRoles(cfg, reg, log); err != nil {
 		return nil, err
 	}
+	if cfg.PoolsFile != "" {
+		if err := p.addAutoscaler(ctx, cfg, bc.Join(), reg, log); err != nil {
+			return nil, err
+		}
+	}
 	return p, nil
 }
 
@@ -151,7 +170,11 @@ func (p *Platform) addRoles(cfg Config, reg prometheus.Registerer, log *slog.Log
 		return fmt.Errorf("making the dispatcher: %w", err)
 	}
 	var workers, emulators []part
-	for i := range max(cfg.Workers, len(cfg.Engines), 1) {
+	n := max(cfg.Workers, len(cfg.Engines))
+	if n == 0 && cfg.PoolsFile == "" {
+		n = 1
+	}
+	for i := range n {
 		wc, ec, name := cfg.Worker, cfg.Engine, "worker-"+strconv.Itoa(i+1)
 		if i < len(cfg.Engines) {
 			ec = cfg.Engines[i]
@@ -216,6 +239,9 @@ func (p *Platform) NATS() *embedded.NATS { return p.nats }
 // Ready holds a check for each part: nil when it can do its work.
 func (p *Platform) Ready() map[string]func() error {
 	checks := map[string]func() error{"api": p.api.Ready, "dispatcher": p.dispatcher.Ready}
+	if p.autoscaler != nil {
+		checks["autoscaler"] = p.autoscaler.Ready
+	}
 	for i, w := range p.workers {
 		checks["worker-"+strconv.Itoa(i+1)] = w.Ready
 	}
@@ -223,7 +249,7 @@ func (p *Platform) Ready() map[string]func() error {
 }
 
 // Run runs all roles until ctx ends, or one of them fails. It then ends them in order, so that each still finds what it needs: the API first, which finishes
-// the answers that clients wait for, then the workers, which drain, then the rest; and closes the platform.
+// the answers that clients wait for, then the autoscaler, whose workers drain and end, then the workers, which drain, then the rest; and closes the platform.
 func (p *Platform) Run(ctx context.Context) error {
 	defer p.Close()
 	ctx, fail := context.WithCancelCause(ctx)

@@ -73,11 +73,14 @@ type Result struct {
 	Prompt, Output job.Tokens
 }
 
+// MaxLevel is the highest level: who pulls at it is served last.
+const MaxLevel = 9
+
 // Wish is what may be pulled now for a class.
 type Wish struct {
 	// Batch is how many at most; 0 is nothing.
 	Batch int
-	// Level is the pull's priority, 0 to 9, the lowest served first: ceil(log2(expected TTFT of a typical job here x (1 + 8 x load) / 25 ms)).
+	// Level is the pull's priority, 0 to MaxLevel, the lowest served first: ceil(log2(expected TTFT of a typical job here x (1 + 8 x load) / 25 ms)).
 	Level int
 	// Busy: something runs or is in hand, so that the level is soon old.
 	Busy bool

@@ -20,8 +20,7 @@ const (
 	// maxBatch bounds what one pull asks for.
 	maxBatch = 32
 	// topTTFT is the expected TTFT in seconds up to which the level is 0; each level doubles it.
-	topTTFT  = 0.025
-	maxLevel = 9
+	topTTFT = 0.025
 	// loadWeight is by how many times the expected TTFT counts more for the level at a full cache: what starts there slows all that runs, and brings the next one closer to waiting.
 	loadWeight = 8
 	// longestStep is the most prompt tokens that an engine computes in one step, as far as silence goes.
@@ -1116,7 +1115,7 @@ func (s *Scheduler) ttft(now time.Time) float64 {
 
 // level is the priority of a pull by the expected TTFT in seconds.
 func level(ttft float64) int {
-	return min(maxLevel, max(0, int(math.Ceil(math.Log2(ttft/topTTFT)-1e-9))))
+	return min(MaxLevel, max(0, int(math.Ceil(math.Log2(ttft/topTTFT)-1e-9))))
 }
 
 // Status is the state now.

@@ -26,6 +26,8 @@ import (
 const (
 	model = "emulator-a10-7b"
 	key   = "sk-compose-test"
+
+	adminKey = "sk-compose-admin"
 )
 
 // stack is a compose project of the test's own: its names, volumes and port are no other's.
@@ -34,8 +36,8 @@ type stack struct {
 	env     []string
 }
 
-// start builds and starts the project, and takes it down with its volumes when the test ends.
-func start(t *testing.T) (*stack, *client.Client) {
+// start builds and starts the project with a profile, and takes it down with its volumes when the test ends.
+func start(t *testing.T, profile string) (*stack, *client.Client) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -47,7 +49,7 @@ func start(t *testing.T) (*stack, *client.Client) {
 	}
 	s := &stack{
 		project: "millrace-test-" + port,
-		env:     append(os.Environ(), "MILLRACE_PORT="+port, "MILLRACE_API_KEY="+key, "MILLRACE_PROFILE=a10-7b", "COMPOSE_PROFILES=emulator"),
+		env:     append(os.Environ(), "MILLRACE_PORT="+port, "MILLRACE_API_KEY="+key, "MILLRACE_ADMIN_KEY="+adminKey, "MILLRACE_PROFILE=a10-7b", "COMPOSE_PROFILES="+profile),
 	}
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), 2*time.Minute) // the test's own context has ended
@@ -120,6 +122,11 @@ func (s *stack) streams(t *testing.T) map[string]int {
 // submit stores n jobs of about tokens tokens each, and returns their ids.
 func submit(t *testing.T, c *client.Client, n, tokens int, name string) []job.ID {
 	t.Helper()
+	return submitTo(t, c, model, n, tokens, name)
+}
+
+func submitTo(t *testing.T, c *client.Client, model string, n, tokens int, name string) []job.ID {
+	t.Helper()
 	ids := make([]job.ID, n)
 	g, ctx := errgroup.WithContext(t.Context())
 	g.SetLimit(8)
@@ -185,7 +192,7 @@ func finish(t *testing.T, c *client.Client, ids []job.ID) {
 }
 
 func TestComposeKeepsEveryJobThroughRestarts(t *testing.T) {
-	s, c := start(t)
+	s, c := start(t, "emulator")
 	var accepted int
 
 	t.Run("a killed worker and restarts of NATS and Redis lose and repeat nothing", func(t *testing.T) {

@@ -1,0 +1,2 @@
+// Package scaling compares policies of scaling in simulated time.
+package scaling

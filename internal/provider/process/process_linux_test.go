@@ -1,0 +1,153 @@
+package process_test
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/millrace/millrace/internal/provider"
+)
+
+// edit changes an instance's file, as a crash would have left it.
+func (w *world) edit(pool, name string, change func(map[string]any)) {
+	w.t.Helper()
+	path := filepath.Join(w.dir, pool, name+".json")
+	raw, err := os.ReadFile(path)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	r := map[string]any{}
+	if err := json.Unmarshal(raw, &r); err != nil {
+		w.t.Fatal(err)
+	}
+	change(r)
+	if raw, err = json.Marshal(r); err != nil {
+		w.t.Fatal(err)
+	}
+	if err := os.WriteFile(path, raw, 0o600); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+func TestAWorkerWhoseIdWasNotWrittenIsFound(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p, pool := w.open(), w.pool("p", "engine")
+	if err := p.Start(t.Context(), pool, "a", 1); err != nil {
+		t.Fatal(err)
+	}
+	defer stopAll(t, p)
+	w.engine(pool.Name, "a")
+	pid := w.pid("p", "a")
+	w.edit("p", "a", func(r map[string]any) { r["pid"] = 0 })
+	all, err := w.open().List(t.Context(), pool)
+	if err != nil || len(all) != 1 || all[0].State != provider.Running {
+		t.Errorf("%+v %v", all, err)
+	}
+	if got := w.pid("p", "a"); got != pid {
+		t.Errorf("process %d was found, want %d", got, pid)
+	}
+}
+
+func TestAStartThatACrashCutOffHasFailed(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p, pool := w.open(), w.pool("p", "plain")
+	if err := p.Start(t.Context(), pool, "a", 1); err != nil {
+		t.Fatal(err)
+	}
+	stopping := w.pool("p", "plain")
+	w.edit("p", "a", func(r map[string]any) {
+		if err := syscall.Kill(w.pid("p", "a"), syscall.SIGKILL); err != nil {
+			t.Error(err)
+		}
+		r["pid"], r["token"] = 0, "never started"
+	})
+	all, err := p.List(t.Context(), pool)
+	if err != nil || len(all) != 1 || all[0].State != provider.Failed || !strings.Contains(all[0].Reason, "the autoscaler ended while it started") {
+		t.Errorf("%+v %v", all, err)
+	}
+	if err := p.Stop(t.Context(), stopping, "a"); err != nil {
+		t.Error(err)
+	}
+	if all, err := p.List(t.Context(), pool); err != nil || len(all) != 0 {
+		t.Errorf("after it was stopped: %+v %v", all, err)
+	}
+}
+
+func TestAProcessThatGotTheIdOfAWorkerIsLeftAlone(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p, pool := w.open(), w.pool("p", "plain")
+	for _, name := range []string{"a", "b"} {
+		if err := p.Start(t.Context(), pool, name, 1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	defer stopAll(t, p)
+	other := w.pid("p", "b")
+	own := w.pid("p", "a")
+	w.edit("p", "a", func(r map[string]any) { r["pid"], r["token"] = other, "an earlier one" })
+	if err := p.Stop(t.Context(), pool, "a"); err != nil {
+		t.Error(err)
+	}
+	all, err := p.List(t.Context(), pool)
+	if err != nil || len(all) != 1 || all[0].Name != "b" || all[0].State != provider.Running {
+		t.Errorf("%+v %v", all, err)
+	}
+	if err := syscall.Kill(own, syscall.SIGKILL); err != nil {
+		t.Error(err)
+	}
+}
+
+// engine is the id of the process that the worker started.
+func (w *world) engine(pool, name string) int {
+	w.t.Helper()
+	pid := 0
+	eventually(w.t, func() error {
+		raw, err := os.ReadFile(filepath.Join(w.dir, pool, name+".log"))
+		if err != nil {
+			return err
+		}
+		_, after, found := strings.Cut(string(raw), "engine=")
+		text, _, whole := strings.Cut(after, "\n")
+		if !found || !whole {
+			return fmt.Errorf("it has said %q", raw)
+		}
+		pid, err = strconv.Atoi(text)
+		return err
+	})
+	return pid
+}
+
+func TestNothingOfAnEngineIsLeft(t *testing.T) {
+	t.Parallel()
+	for name, kill := range map[string]bool{"stopped": false, "failed": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			p, pool := w.open(), w.pool("p", "engine")
+			if err := p.Start(t.Context(), pool, "a", 1); err != nil {
+				t.Fatal(err)
+			}
+			engine := w.engine("p", "a")
+			if kill {
+				if err := syscall.Kill(w.pid("p", "a"), syscall.SIGKILL); err != nil {
+					t.Error(err)
+				}
+			}
+			if err := p.Stop(t.Context(), pool, "a"); err != nil {
+				t.Error(err)
+			}
+			if env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", engine)); err == nil && len(env) > 0 || err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, syscall.ESRCH) {
+				t.Errorf("the engine's process %d is left: %v", engine, err)
+			}
+		})
+	}
+}
