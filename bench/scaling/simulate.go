@@ -59,7 +59,6 @@ type simulation struct {
 	queue    []int32
 	head     int // of queue
 	lines    int // of the batch that have not begun
-	fed      int
 	memory   scale.Memory
 	arrived  []float64
 	recorded []scale.Arrivals
