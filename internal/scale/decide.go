@@ -15,8 +15,8 @@ const (
 	giveUp = 3
 	// quiet is how long a worker must have been idle to be taken away, if the pool is not quicker.
 	quiet = 10 * time.Second
-	// surely is for how long a trend must have been seen to count.
-	surely = time.Second
+	// lastLook is how long ago the last look may have been that confirms a trend.
+	lastLook = 3 * Bucket
 	// slackKept is the share of a batch's time that is kept for what goes wrong.
 	slackKept = 0.1
 	// horizonMargin is added to a cold start: the decision, the order, and the first jobs.
@@ -137,19 +137,13 @@ func (d *Decision) forecast(h History, idle bool) {
 	f.Used = max(f.Now, h.sure(d.At, f.Trend), f.Season)
 }
 
-// sure is a trend, or less of it as far as it was not seen at each look of the last seconds. Chance makes one for a moment now and then, above all where a step lies across two buckets.
+// sure is a trend as far as the last look has seen it, too: chance makes one for a moment now and then, above all where a step lies across two buckets.
 func (h *History) sure(now time.Time, trend float64) float64 {
-	seen := false
-	for _, w := range slices.Backward(h.Wanted) {
-		if now.Sub(w.At) > surely {
-			break
-		}
-		trend, seen = min(trend, w.Trend), true
-	}
-	if !seen {
+	n := len(h.Wanted)
+	if n == 0 || now.Sub(h.Wanted[n-1].At) > lastLook {
 		return 0
 	}
-	return trend
+	return min(trend, h.Wanted[n-1].Trend)
 }
 
 // need fills in how many workers each reason wants. busy tells whether there is any demand now.
@@ -338,11 +332,10 @@ func (d *Decision) why(n int) string {
 		}
 		return fmt.Sprintf("%s needed: batches of %d tokens are to end in time, and %.0f/s come; one does %.0f/s", workers(n), unfed, f.Used, s.Throughput)
 	case n == need.Rate:
-		from := "come now"
+		from := fmt.Sprintf("will come in %s by the trend, %.0f/s now", s.ColdStart.P90.Round(time.Second), f.Now)
 		switch f.Used {
 		case f.Now:
-		case f.Trend:
-			from = fmt.Sprintf("will come in %s by the trend, %.0f/s now", s.ColdStart.P90.Round(time.Second), f.Now)
+			from = "come now"
 		case f.Season:
 			from = fmt.Sprintf("are usual at this time in %s, %.0f/s now", s.ColdStart.P90.Round(time.Second), f.Now)
 		}

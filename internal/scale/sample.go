@@ -155,7 +155,7 @@ const (
 // Forecast is the rate of arrivals that a decision reckons with, in tokens per second.
 type Forecast struct {
 	Now float64 `json:"now"`
-	// Trend is where the trend leads within a cold start; 0 if there is no significant one. It counts once it was seen for a few seconds.
+	// Trend is where the trend leads within a cold start; 0 if there is no significant one. It counts as far as the look before saw it, too.
 	Trend float64 `json:"trend"`
 	// Season is what hour and weekday promise within a cold start; 0 if nothing was learned.
 	Season float64 `json:"season"`
