@@ -15,6 +15,7 @@ import (
 	"github.com/nats-io/nats.go"
 
 	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/testenv"
 )
 
 // threeServers starts a cluster of three and returns it once it has a leader.
@@ -38,7 +39,7 @@ func threeServers(t *testing.T) []*natsserver.Server {
 			t.Fatal(err)
 		}
 		s, err := natsserver.NewServer(&natsserver.Options{
-			ServerName: fmt.Sprintf("n%d", i), Host: "127.0.0.1", Port: natsserver.RANDOM_PORT, JetStream: true, StoreDir: t.TempDir(), SyncAlways: true, NoSigs: true, NoLog: true,
+			ServerName: fmt.Sprintf("n%d", i), Host: "127.0.0.1", Port: natsserver.RANDOM_PORT, JetStream: true, JetStreamMaxStore: testenv.Ample, JetStreamMaxMemory: testenv.Ample, StoreDir: t.TempDir(), SyncAlways: true, NoSigs: true, NoLog: true,
 			Cluster: natsserver.ClusterOpts{Name: "three", Host: "127.0.0.1", Port: port}, Routes: routes,
 		})
 		if err != nil {

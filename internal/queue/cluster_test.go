@@ -36,7 +36,7 @@ func startCluster(t *testing.T) []*natsserver.Server {
 	for i := range servers {
 		s, err := natsserver.NewServer(&natsserver.Options{
 			ServerName: fmt.Sprintf("n%d", i), Host: "127.0.0.1", Port: natsserver.RANDOM_PORT, NoSigs: true, NoLog: true,
-			JetStream: true, StoreDir: t.TempDir(), SyncAlways: true, MaxPayload: 8 << 20,
+			JetStream: true, JetStreamMaxStore: testenv.Ample, JetStreamMaxMemory: testenv.Ample, StoreDir: t.TempDir(), SyncAlways: true, MaxPayload: 8 << 20,
 			Cluster: natsserver.ClusterOpts{Name: "test", Host: "127.0.0.1", Port: ports[i]}, Routes: routes,
 		})
 		if err != nil {
