@@ -10,7 +10,7 @@ COMPOSE   ?= docker compose
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 
 # Packages where state is shared between goroutines: `make race RACE=./...` takes them all.
-RACE ?= ./api/... ./dispatcher/... ./worker/... ./internal/...
+RACE ?= ./api/... ./autoscaler/... ./dispatcher/... ./worker/... ./internal/...
 
 # Tests behind a build tag need a server that `make test` does not bring; the checkers read them all the same.
 TAGS := compose,engine

@@ -227,15 +227,15 @@ type desiredObject struct {
 	Desired int    `json:"desired"`
 }
 
-// desiredWorkers answers GET /admin/v1/pools/{name}/desired by the leading autoscaler's word, in the form that KEDA's metrics-api scaler reads. What is not known is a 503 and never 0, which would stop all workers.
+// desiredWorkers answers GET /admin/v1/pools/{name}/desired by the leading autoscaler's word, in the form that KEDA's metrics-api scaler reads: as many as are wanted, and those too many that have not drained yet, for whoever lowers a number chooses nobody who is idle. What is not known is a 503 and never 0, which would stop all workers.
 func (s *Server) desiredWorkers(c echo.Context) error {
 	name := pathParam(c, "name")
 	info, leads := s.poolInfo(name)
 	switch {
-	case info != nil && info.Wanted == 0 && info.Action == string(scale.Unknown): // the plan that is kept is none
+	case info != nil && info.Desired == 0 && info.Action == string(scale.Unknown): // the plan that is kept is none
 		return unavailable(nil, "How many workers the pool %q is to have is not known now: %s", clip(name), info.Reason)
 	case info != nil:
-		return writeJSON(c, http.StatusOK, desiredObject{name, "pool.desired", info.Wanted})
+		return writeJSON(c, http.StatusOK, desiredObject{name, "pool.desired", info.Desired})
 	}
 	ctx, cancel := s.brief(c)
 	defer cancel()

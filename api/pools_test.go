@@ -149,14 +149,14 @@ func TestWhatAPoolIsToHaveIsTheAutoscalersWord(t *testing.T) {
 	e.send("GET", "/admin/v1/pools/nobody/desired", "").wantError(t, 404, job.CodePoolNotFound, "name")
 
 	say(cluster.PoolInfo{
-		Name: "chat", Models: []job.Model{"m"}, Wanted: 3, Ready: 1, Starting: 2, Draining: 1, Max: 3, ReadyAt: 1772366400, Unavailable: "it exits with code 1", RetryAt: 1772366500, Action: "scale_up", Reason: "because",
+		Name: "chat", Models: []job.Model{"m"}, Wanted: 2, Desired: 3, Ready: 1, Starting: 2, Draining: 1, Max: 3, ReadyAt: 1772366400, Unavailable: "it exits with code 1", RetryAt: 1772366500, Action: "scale_up", Reason: "because",
 	})
 	eventually(t, "it wants 3", func() bool { return e.send("GET", path, "").status == 200 })
 	if a := e.send("GET", path, ""); string(a.body) != `{"pool":"chat","object":"pool.desired","desired":3}` {
 		t.Errorf("%s", a.body)
 	}
 	state, _ := e.admin(200, "GET", "/admin/v1/pools/chat", "")["state"].(map[string]any)
-	if state["wanted"] != 3.0 || state["ready"] != 1.0 || state["starting"] != 2.0 || state["draining"] != 1.0 || state["ready_at"] != 1772366400.0 || state["unavailable"] != "it exits with code 1" ||
+	if state["wanted"] != 2.0 || state["ready"] != 1.0 || state["starting"] != 2.0 || state["draining"] != 1.0 || state["ready_at"] != 1772366400.0 || state["unavailable"] != "it exits with code 1" ||
 		state["retry_at"] != 1772366500.0 || state["action"] != "scale_up" || state["reason"] != "because" {
 		t.Errorf("its state is %v", state)
 	}

@@ -21,8 +21,9 @@ import (
 const (
 	// mostCalls bounds the calls of a pool's provider at once.
 	mostCalls = 8
-	// stopGrace is how much longer than the pool's Drain a stop may take.
-	stopGrace = 2 * time.Minute
+	// stopGrace is how much longer than the pool's Drain a stop may take, commandGrace how much longer than its timeout a command.
+	stopGrace    = 2 * time.Minute
+	commandGrace = 10 * time.Second
 	// orderTimeout bounds an order to drain.
 	orderTimeout = 5 * time.Second
 )
@@ -64,7 +65,10 @@ func (k *keeper) step(ctx context.Context, now time.Time, w *worker) bool {
 	fresh := !k.listedAt.IsZero() && k.listedAt.After(w.ended)
 	listed = listed && fresh
 	if listed {
-		w.asked, w.missed = true, 0
+		w.missed = 0
+		if instance.State != provider.Pending { // of one that is pending, a call that was cut off may have made a part
+			w.asked = true
+		}
 	}
 	switch {
 	case w.Stopping > 0:
@@ -77,11 +81,11 @@ func (k *keeper) step(ctx context.Context, now time.Time, w *worker) bool {
 		return k.stopping(ctx, now, w)
 	case w.Ready == 0 && w.beat != nil && w.beat.Worker.State == cluster.Ready:
 		return k.ready(ctx, now, w)
-	case w.Ready == 0 && w.asked && now.Sub(w.from) > k.startLimit():
+	case w.Ready == 0 && (w.asked || listed) && now.Sub(w.from) > k.startLimit():
 		return k.died(ctx, now, w, fmt.Sprintf("it was not ready within %s", k.startLimit().Round(time.Second)))
 	case fresh && !listed && w.asked:
 		return k.missing(ctx, now, w)
-	case !w.asked && !listed && !k.listedAt.IsZero():
+	case !w.asked && !k.listedAt.IsZero():
 		return k.start(ctx, now, w, false)
 	case w.state == scale.Away && now.Sub(w.stateSince) > k.startLimit():
 		k.a.log.Warn("a worker does not come back: it is stopped", "pool", k.name(), "worker", w.Name)
@@ -125,6 +129,7 @@ func (k *keeper) ready(ctx context.Context, now time.Time, w *worker) bool {
 	if !k.write(ctx, w, to) {
 		return false
 	}
+	w.asked = true
 	w.hear(now, w.beat)
 	took := at.Sub(w.At.Time())
 	if w.tries == 0 && !w.guessed && took > 0 {
@@ -250,7 +255,7 @@ func (k *keeper) stop(ctx context.Context, w *worker) bool {
 	}
 	w.calling, w.told = stops, true
 	pool := k.pool
-	k.call(ctx, time.Duration(pool.Drain)+stopGrace, func(ctx context.Context) func(context.Context) {
+	k.call(ctx, stopLimit(pool), func(ctx context.Context) func(context.Context) {
 		err := k.provider.Stop(ctx, pool, w.Name)
 		return func(ctx context.Context) {
 			now := time.Now()
@@ -305,11 +310,7 @@ func (k *keeper) start(ctx context.Context, now time.Time, w *worker, fresh bool
 			total++
 		}
 	}
-	limit := k.a.timing.call
-	if pool.Command != nil {
-		limit = max(limit, time.Duration(pool.Command.Timeout)+10*time.Second)
-	}
-	k.call(ctx, limit, func(ctx context.Context) func(context.Context) {
+	k.call(ctx, limit(pool, k.a.timing.call), func(ctx context.Context) func(context.Context) {
 		err := k.provider.Start(ctx, pool, w.Name, total)
 		return func(ctx context.Context) {
 			now := time.Now()
@@ -319,6 +320,17 @@ func (k *keeper) start(ctx context.Context, now time.Time, w *worker, fresh bool
 	})
 	return true
 }
+
+// limit bounds a call of the provider: a pool's own commands have the time that the pool gives them, and what it takes to end them.
+func limit(p *scale.Pool, usual time.Duration) time.Duration {
+	if p.Command == nil {
+		return usual
+	}
+	return max(usual, time.Duration(p.Command.Timeout)+commandGrace)
+}
+
+// stopLimit is the same of a call that stops a worker.
+func stopLimit(p *scale.Pool) time.Duration { return time.Duration(p.Drain) + limit(p, stopGrace) }
 
 // others tells whether another worker is being started.
 func (k *keeper) others(w *worker) bool {
@@ -379,12 +391,14 @@ func (k *keeper) started(ctx context.Context, now time.Time, w *worker, err erro
 // there is how many workers the provider is known to have.
 func (k *keeper) there() (n int) {
 	for _, w := range k.workers {
-		if w.asked && !w.gone && !w.dead {
+		if _, listed := k.instances[w.Name]; (w.asked || listed) && !w.gone && !w.dead {
 			n++
 		}
 	}
 	return n
 }
+
+const noMore = "the provider has it no more"
 
 // missing looks after a worker that the provider does not list though it has taken it on.
 func (k *keeper) missing(ctx context.Context, now time.Time, w *worker) bool {
@@ -395,19 +409,22 @@ func (k *keeper) missing(ctx context.Context, now time.Time, w *worker) bool {
 	switch {
 	case w.beat != nil || w.missed < 2:
 		return true
+	case w.Ready == 0 && k.pool.Kubernetes != nil && k.pool.Kubernetes.Observe:
+		return true // somebody else starts it, in their own time: the limit of a start tells whether they do
 	case w.Ready == 0:
 		// The provider forgot it, or gave it another name, under which it is found below.
 		if k.unclaimed() != "" {
 			return true
 		}
-		w.asked, w.missed = false, 0
+		w.asked, w.missed, w.forgotten = false, 0, true
 		w.tries++
-		w.next = now.Add(k.a.timing.firstRetry)
+		k.failed(now, w, noMore)
+		w.next = k.learned.RetryAt
 		return true
 	case k.a.deps.Cluster.Listening(k.a.begun) < k.a.timing.stale:
 		return true
 	}
-	return k.died(ctx, now, w, "the provider has it no more")
+	return k.died(ctx, now, w, noMore)
 }
 
 // unclaimed is an instance that no launch is known of, "" if there is none.
@@ -432,7 +449,7 @@ func (k *keeper) find(ctx context.Context, now time.Time) bool {
 		_, listed := k.instances[name]
 		switch {
 		case w.Stopping > 0 || listed:
-		case !w.asked || w.calling != "" || !k.listedAt.After(w.ended):
+		case !w.asked && !w.forgotten || w.calling != "" || !k.listedAt.After(w.ended):
 			return true
 		case w.Ready == 0 && w.beat == nil:
 			nameless = append(nameless, w)
@@ -646,5 +663,5 @@ func (k *keeper) tellRemoval(now time.Time) {
 		d.Sample.Workers = append(d.Sample.Workers, scale.Worker{Name: name, State: w.state, Since: w.stateSince, Jobs: w.jobs()})
 	}
 	k.tell(now, &d)
-	k.a.metrics.show(k.name(), 0, &d, k.learned)
+	k.a.metrics.show(k.name(), 0, &d)
 }

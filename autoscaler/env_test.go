@@ -44,6 +44,8 @@ type env struct {
 	ledger *ledger.Store
 	seen   *cluster.Cluster // of a process that is none of the roles
 	cloud  *cloud
+	// providers of all autoscalers of the test.
+	providers map[string]provider.Provider
 
 	deposed atomic.Bool // no dispatcher leads
 
@@ -59,6 +61,7 @@ func newEnv(t testing.TB) *env {
 	e.ledger = testenv.OpenLedger(t, e.url)
 	e.seen = e.cluster()
 	e.cloud = newCloud(e)
+	e.providers = map[string]provider.Provider{"process": e.cloud, "command": e.cloud.elsewhere}
 	e.queues = []cluster.QueueInfo{{Model: model}}
 	e.announce(func() cluster.Heartbeat {
 		e.mu.Lock()
@@ -194,7 +197,7 @@ func (e *env) runOn(c *cluster.Cluster, l *ledger.Store, cfg autoscaler.Config, 
 	}
 	var err error
 	r.Autoscaler, err = autoscaler.New(cfg, autoscaler.Deps{
-		Cluster: c, Ledger: l, Providers: map[string]provider.Provider{"process": e.cloud, "command": e.cloud.elsewhere}, Registerer: r.registry, Log: e.log(), Process: fmt.Sprintf("as-%p", r),
+		Cluster: c, Ledger: l, Providers: e.providers, Registerer: r.registry, Log: e.log(), Process: fmt.Sprintf("as-%p", r),
 	})
 	e.ok(err)
 	r.Hurry(change...)

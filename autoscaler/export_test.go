@@ -101,3 +101,14 @@ func (l *Learned) Refuse(now time.Time, there int) time.Time {
 	l.l.refuse(now, there, "full", usual)
 	return l.l.RoomAt
 }
+
+// Bound is what Refuse and Fail have left, as a process takes it over at a time.
+func (l *Learned) Bound(now time.Time) (retryAt, roomAt time.Time) {
+	l.l.clamp(now, usual)
+	return l.l.RetryAt, l.l.RoomAt
+}
+
+// Limits are how long a pool's calls to list and to stop may take, and how old a listing may be.
+func Limits(p *scale.Pool) (list, stop, stale time.Duration) {
+	return limit(p, usual.listTimeout), stopLimit(p), staleAfter(p, usual)
+}

@@ -2,6 +2,7 @@ package autoscaler_test
 
 import (
 	"context"
+	"fmt"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -101,6 +102,116 @@ func TestStartReportedFailedIsAskedForAgain(t *testing.T) {
 				t.Errorf("failed starts: %v", n)
 			}
 		})
+	}
+}
+
+// An instance of which a call made a part, and was cut off or failed then, is asked for again though it is listed.
+func TestStartThatMadeAPartIsAskedForAgain(t *testing.T) {
+	t.Parallel()
+	for name, cut := range map[string]bool{"failed": false, "cut off": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			e := newEnv(t)
+			e.pool(slow)
+			hang, parts := make(chan struct{}), make(chan string, 1)
+			var calls atomic.Int32
+			e.cloud.onStart = func(name string) (bool, error) {
+				switch {
+				case calls.Add(1) == 1:
+					e.cloud.do(func() {
+						e.cloud.instances[name] = &instance{pool: "p", name: name, state: provider.Pending, created: time.Now(), silence: func() {}}
+					})
+					parts <- name
+					if cut {
+						<-hang
+					}
+					return false, errAway
+				case calls.Load() == 2:
+					e.cloud.do(func() { delete(e.cloud.instances, name) }) // it is made in whole
+				}
+				return true, nil
+			}
+			first := e.run(autoscaler.Config{})
+			e.wait(1, 50, 0)
+			part := <-parts
+			if cut {
+				go first.cancel()
+				close(hang)
+				<-first.done
+				e.run(autoscaler.Config{})
+			}
+			e.eventually("one is ready", e.ready(1))
+			e.unique(1)
+			if e.cloud.names()[0] != part {
+				t.Errorf("%q, was %q", e.cloud.names(), part)
+			}
+		})
+	}
+}
+
+// A provider that takes starts on and forgets them has failed each time: it is asked again under the same name, ever less often.
+func TestStartThatTheProviderForgetsHasFailed(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	forgets := atomic.Bool{}
+	forgets.Store(true)
+	e.cloud.onStart = func(string) (bool, error) { return !forgets.Load(), nil }
+	e.pool(slow)
+	r := e.run(autoscaler.Config{})
+	e.wait(1, 50, 0)
+	e.eventually("the pool is unavailable", func() bool { return e.info("p").Unavailable == "the provider has it no more" })
+	if calls, failed := len(e.cloud.calls()), r.metric(t, "millrace_autoscaler_failed_starts_total"); failed < 3 || float64(calls) > failed+1 {
+		t.Errorf("%d calls, %v failed", calls, failed)
+	}
+	forgets.Store(false)
+	e.eventually("one is ready", e.ready(1))
+	e.unique(1)
+}
+
+// Of a pool that is only observed somebody else starts what is wanted, and is not hurried.
+func TestStartsOfAnObservedPoolAreWaitedFor(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	e.cloud.own = true
+	e.cloud.onStart = func(string) (bool, error) { return false, nil }
+	var lists atomic.Int32
+	e.cloud.onList = func(context.Context) error { lists.Add(1); return nil }
+	e.providers["kubernetes"] = e.cloud
+	p := e.pool(func(p *scale.Pool) {
+		slow(p)
+		p.Provider, p.Engine.Command = "kubernetes", nil
+		p.Kubernetes = &scale.Kubernetes{Kind: "Deployment", Name: "x", Observe: true}
+	})
+	r := e.run(autoscaler.Config{})
+	e.wait(3, 100, 0)
+	e.eventually("three are asked for", func() bool { return len(e.cloud.calls()) == 3 })
+	seen := lists.Load()
+	e.eventually("they have been missed for long", func() bool { return lists.Load() >= seen+10 })
+	if n := r.metric(t, "millrace_autoscaler_failed_starts_total"); n != 0 || len(e.cloud.calls()) != 3 {
+		t.Errorf("%v failed starts, %d calls", n, len(e.cloud.calls()))
+	}
+	for _, name := range []string{"p-late-1", "p-late-2", "p-late-3"} {
+		e.cloud.create(p, name)
+	}
+	e.eventually("three are ready", e.ready(3))
+}
+
+// Instances that the provider names itself and lists late are the ones that were asked for, however often that counted as failed.
+func TestInstancesThatComeLateAreTheOnesAskedFor(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	e.cloud.own = true
+	e.cloud.onStart = func(string) (bool, error) { return false, nil }
+	p := e.pool(most(3))
+	e.run(autoscaler.Config{})
+	e.wait(100, 100, 0)
+	e.eventually("the pool is unavailable", func() bool { return e.info("p").Unavailable != "" })
+	for _, name := range []string{"p-late-1", "p-late-2", "p-late-3"} {
+		e.cloud.create(p, name)
+	}
+	e.eventually("three are ready", e.ready(3))
+	if l := e.launches(); len(l) != 3 {
+		t.Errorf("%+v", l)
 	}
 }
 
@@ -283,6 +394,35 @@ func TestProviderWithoutAnyRoomIsNotAskedAllTheTime(t *testing.T) {
 	e.always("it is not asked each tick", nil, 40, func() bool { return len(e.cloud.calls()) < 8 })
 	full.Store(false)
 	e.eventually("one is ready", e.ready(1))
+}
+
+// Starts that failed before a refusal do not make it look as if something were started.
+func TestRefusalAfterAFailureIsToldAsOne(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	var calls atomic.Int32
+	e.cloud.onStart = func(string) (bool, error) {
+		if calls.Add(1) == 1 {
+			return false, errAway
+		}
+		return false, fmt.Errorf("no GPU is free: %w", provider.ErrCapacity)
+	}
+	e.pool(slow)
+	e.run(autoscaler.Config{})
+	e.wait(1, 50, 0)
+	e.eventually("it was refused twice", func() bool { return calls.Load() >= 3 })
+	ups, told := 0, false
+	for _, d := range e.decisions() {
+		switch d.Action {
+		case scale.ScaleUp:
+			ups++
+		case scale.Unavailable:
+			told = told || strings.Contains(d.Reason, "no GPU is free")
+		}
+	}
+	if n := int(calls.Load()); ups > n || !told {
+		t.Errorf("%d decisions to start for %d calls; the refusal was told: %t", ups, n, told)
+	}
 }
 
 // A pool that cannot work as it is described is not tried again and again, and at once when it was changed.

@@ -48,7 +48,16 @@ func parsePools(text []byte) ([]scale.Pool, error) {
 	if len(bytes.TrimSpace(text)) == 0 {
 		return nil, errors.New("it is empty: write `pools: []` if there shall be none")
 	}
-	return scale.ParsePools(text)
+	pools, err := scale.ParsePools(text)
+	if err != nil {
+		return nil, err
+	}
+	for i := range pools { // a file has nothing kept that a hidden value could stand for
+		if err := pools[i].Unhide(nil); err != nil {
+			return nil, fmt.Errorf("pool %q: %w", pools[i].Name, err)
+		}
+	}
+	return pools, nil
 }
 
 // look reads the file again. One that cannot be used leaves the pools as they were, and is told once.

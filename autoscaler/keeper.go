@@ -79,9 +79,10 @@ const (
 // worker is one of the pool: asked for, or found.
 type worker struct {
 	ledger.Launch
-	// asked: the provider has taken it on, as far as this leader knows. from is when it was first asked by this leader or the one before.
-	asked bool
-	from  time.Time
+	// asked: the provider has taken it on, as far as this leader knows: it said so, or its instance is more than pending. forgotten: it was, and then the provider did not list it. from is when it was first asked by this leader or the one
+	// before.
+	asked, forgotten bool
+	from             time.Time
 	// calling is the call that is under way, "" if none is. ended is when the last one returned, next when the next one may be, tries how many failed in a row.
 	calling call
 	ended   time.Time
@@ -223,7 +224,7 @@ func (k *keeper) report(doing string, err error) bool {
 
 // turn looks, decides and acts once. It is true once a removed pool has nothing left.
 func (k *keeper) turn(ctx context.Context) bool {
-	k.follow(time.Now())
+	k.follow()
 	if !k.save(ctx, time.Now(), false) {
 		return false // nothing is started whose pool nobody would know after a crash
 	}
@@ -253,7 +254,7 @@ func (k *keeper) turn(ctx context.Context) bool {
 }
 
 // follow takes the pool as it is wished now. What was learned of other workers does not hold for the new ones; a pool that moves to another provider is removed first.
-func (k *keeper) follow(now time.Time) {
+func (k *keeper) follow() {
 	wanted := k.spec.Load().pool
 	old := k.learned.Spec
 	switch {
@@ -381,7 +382,7 @@ func (k *keeper) list(ctx context.Context, now time.Time) {
 	}
 	k.listing, k.triedAt = true, now
 	pool := k.pool
-	k.call(ctx, k.a.timing.listTimeout, func(ctx context.Context) func(context.Context) {
+	k.call(ctx, limit(pool, k.a.timing.listTimeout), func(ctx context.Context) func(context.Context) {
 		instances, err := k.provider.List(ctx, pool)
 		return func(context.Context) {
 			k.listing = false
@@ -414,7 +415,15 @@ func (k *keeper) listIsOld(now time.Time) bool {
 	if last.IsZero() {
 		last = k.begun
 	}
-	return now.Sub(last) > k.a.timing.listStale
+	return now.Sub(last) > staleAfter(k.pool, k.a.timing)
+}
+
+// staleAfter is how old a listing may be. One is as old as its call was long, and the next one may take as long again.
+func staleAfter(p *scale.Pool, t timing) time.Duration {
+	if p.Command == nil {
+		return t.listStale
+	}
+	return max(t.listStale, 2*limit(p, t.listTimeout)+15*time.Second)
 }
 
 // sample is what is known of the pool now.
@@ -435,9 +444,12 @@ func (k *keeper) sample(now time.Time, members []cluster.Member) scale.Sample {
 
 	}
 	if l := k.learned; now.Before(l.RoomAt) {
-		if s.Limit = l.Limit; s.Limit == 0 && s.Failures == 0 {
+		if s.Limit = l.Limit; s.Limit == 0 {
 			// No room for even one: as if a start had failed, for a limit of none means that there is no limit.
-			s.Failures, s.RetryAt, s.Failure = l.Refusals, l.RoomAt, l.Refusal
+			s.Failures, s.Failure = max(s.Failures, l.Refusals), l.Refusal
+			if l.RoomAt.After(s.RetryAt) {
+				s.RetryAt = l.RoomAt
+			}
 		}
 	}
 
@@ -530,24 +542,24 @@ func (k *keeper) measure(waiting map[job.Class]scale.Amount) {
 
 // history is what came before.
 func (k *keeper) history(now time.Time) scale.History {
-	h := k.memory.History(now, k.season)
+	h := k.memory.Past(k.season)
 	h.Recent, _ = k.a.traffic.last(now, k.pool.Models)
 	return h
 }
 
 // note remembers what a decision says of the demand.
 func (k *keeper) note(now time.Time, d *scale.Decision) {
-	k.a.metrics.show(k.name(), k.pool.Max, d, k.learned)
+	k.a.metrics.show(k.name(), k.pool.Max, d)
 	if d.Sample.Unknown != "" {
 		return
 	}
 	k.memory.Decided(now, d.Needed, d.Forecast.Trend, time.Duration(k.pool.Cooldown)+time.Second)
 	_, lately := k.a.traffic.last(now, k.pool.Models)
-	any := lately || d.Sample.InFlight.Jobs > 0 || len(d.Sample.Unfed) > 0
+	some := lately || d.Sample.InFlight.Jobs > 0 || len(d.Sample.Unfed) > 0
 	for _, a := range d.Sample.Waiting {
-		any = any || a.Jobs > 0
+		some = some || a.Jobs > 0
 	}
-	if any {
+	if some {
 		k.memory.Asked(now)
 		if now.Sub(k.learned.LastDemand) >= time.Minute || now.Sub(k.learned.LastDemand) >= time.Duration(k.pool.Idle)/4 { // not a write each second
 			k.learned.LastDemand = now
@@ -561,11 +573,7 @@ func (k *keeper) learnSeason(ctx context.Context, now time.Time) {
 		return
 	}
 	k.learning = true
-	models := slices.Clone(k.pool.Models)
-	zone, err := time.LoadLocation(k.pool.Timezone)
-	if err != nil {
-		zone = time.UTC // pools were checked; a machine without this zone's rules is no reason not to learn
-	}
+	models, zone := slices.Clone(k.pool.Models), k.pool.Zone()
 	k.call(ctx, k.a.timing.listTimeout, func(ctx context.Context) func(context.Context) {
 		rows, err := k.a.deps.Ledger.Arrivals(ctx, models, job.MillisOf(now.Add(-keepArrivals)))
 		var season *scale.Season
@@ -645,6 +653,9 @@ func (k *keeper) tell(now time.Time, d *scale.Decision) {
 		Action:     string(d.Action), Reason: d.Reason,
 	}
 	for _, w := range d.Sample.Workers {
+		if w.State != scale.Draining || w.Jobs > 0 {
+			info.Desired++
+		}
 		if w.State == scale.Starting {
 			at := w.Since.Add(d.Sample.ColdStart.P50)
 			if at.Before(now) {
@@ -655,6 +666,7 @@ func (k *keeper) tell(now time.Time, d *scale.Decision) {
 			}
 		}
 	}
+	info.Desired = max(info.Desired, d.Want)
 	if k.learned.Failures >= giveUp {
 		info.Unavailable, info.RetryAt = k.learned.Failure, seconds(k.learned.RetryAt)
 	}

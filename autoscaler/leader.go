@@ -97,6 +97,7 @@ func (l *leader) take(ctx context.Context) error {
 				}
 			}
 		}
+		s.clamp(time.Now(), l.a.timing)
 		l.states[name] = &s
 	}
 	return nil
@@ -391,7 +392,7 @@ func (l *leader) stopAll(ctx context.Context) error {
 		k.ending = true
 		k.spec.Store(&wish{nil}) // as if it had been removed
 		l.running.Go(func() {
-			ctx, cancel := context.WithTimeout(ctx, time.Duration(p.Drain)+stopGrace)
+			ctx, cancel := context.WithTimeout(ctx, stopLimit(p))
 			defer cancel()
 			k.run(ctx)
 			if n := len(k.workers); n > 0 {

@@ -98,7 +98,17 @@ func (l *learned) refuse(now time.Time, there int, why string, t timing) {
 	}
 }
 
-// work begins to work again.
+// clamp makes what another process has written wait no longer than from now on: that one's clock may have been ahead.
+func (l *learned) clamp(now time.Time, t timing) {
+	if latest := now.Add(t.lastRetry); l.RetryAt.After(latest) {
+		l.RetryAt = latest
+	}
+	if latest := now.Add(t.lastRoom); l.RoomAt.After(latest) {
+		l.RoomAt = latest
+	}
+}
+
+// works: starts succeed again.
 func (l *learned) works() { l.Failures, l.Waves, l.RetryAt, l.Failure = 0, 0, time.Time{}, "" }
 
 func (l *learned) room() { l.Refusals, l.RoomAt, l.Limit, l.Refusal = 0, time.Time{}, 0, "" }

@@ -218,6 +218,44 @@ func TestPausesDouble(t *testing.T) {
 	}
 }
 
+// Another process's clock may be ahead.
+func TestPausesThatAreTakenOverAreNoLongerThanTheLongest(t *testing.T) {
+	t.Parallel()
+	var l autoscaler.Learned
+	retry, room := l.Fail(start.Add(time.Hour), "why"), l.Refuse(start.Add(time.Hour), 3)
+	if a, b := l.Bound(start); !a.Equal(start.Add(5*time.Minute)) || !b.Equal(start.Add(15*time.Minute)) {
+		t.Errorf("until %s and %s", a, b)
+	}
+	var other autoscaler.Learned
+	other.Fail(start.Add(time.Hour), "why")
+	other.Refuse(start.Add(time.Hour), 3)
+	if a, b := other.Bound(start.Add(time.Hour)); !a.Equal(retry) || !b.Equal(room) {
+		t.Errorf("until %s and %s", a, b)
+	}
+}
+
+// What a pool gives its commands holds for all three.
+func TestCommandsHaveTheTimeThatTheirPoolGives(t *testing.T) {
+	t.Parallel()
+	p := &scale.Pool{Drain: scale.Duration(10 * time.Minute)}
+	type limits struct{ List, Stop, Stale time.Duration }
+	of := func() limits {
+		list, stop, stale := autoscaler.Limits(p)
+		return limits{list, stop, stale}
+	}
+	if got, want := of(), (limits{30 * time.Second, 12 * time.Minute, 45 * time.Second}); got != want {
+		t.Errorf("%v, want %v", got, want)
+	}
+	p.Command = &scale.Command{Timeout: scale.Duration(5 * time.Minute)}
+	if got, want := of(), (limits{310 * time.Second, 15*time.Minute + 10*time.Second, 635 * time.Second}); got != want {
+		t.Errorf("%v, want %v", got, want)
+	}
+	p.Command.Timeout = scale.Duration(time.Second)
+	if got, want := of(), (limits{30 * time.Second, 12 * time.Minute, 75 * time.Second}); got != want {
+		t.Errorf("%v, want %v", got, want)
+	}
+}
+
 func TestDemandIsAllThatIsThere(t *testing.T) {
 	t.Parallel()
 	dispatcher := cluster.Member{Heartbeat: cluster.Heartbeat{Queues: []cluster.QueueInfo{

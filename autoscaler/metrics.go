@@ -104,7 +104,7 @@ func (m *metrics) forget(pool string) {
 }
 
 // show shows what a decision was made of.
-func (m *metrics) show(pool string, most int, d *scale.Decision, l *learned) {
+func (m *metrics) show(pool string, most int, d *scale.Decision) {
 	counts := countStates(d.Sample.Workers)
 	for _, s := range []scale.WorkerState{scale.Ready, scale.Starting, scale.Away, scale.Draining} {
 		m.workers.WithLabelValues(pool, string(s)).Set(float64(counts[s]))

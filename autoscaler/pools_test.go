@@ -245,11 +245,14 @@ func TestNewRefusesWhatIsNonsense(t *testing.T) {
 	}
 	bad := filepath.Join(t.TempDir(), "bad.yaml")
 	write(t, bad, withMin("5"))
+	hidden := filepath.Join(t.TempDir(), "hidden.yaml")
+	write(t, hidden, strings.Replace(withMin("1"), "{command: [engine]}", "{command: [engine], env: {HF_TOKEN: \"***\"}}", 1))
 	for want, cfg := range map[string]autoscaler.Config{
-		"Tick":       {Tick: -1},
-		"no/such":    {PoolsFile: "no/such"},
-		"min is 5":   {PoolsFile: bad},
-		"pools file": {PoolsFile: bad},
+		`pool "p": engine.env.HF_TOKEN is ***`: {PoolsFile: hidden},
+		"Tick":                                 {Tick: -1},
+		"no/such":                              {PoolsFile: "no/such"},
+		"min is 5":                             {PoolsFile: bad},
+		"pools file":                           {PoolsFile: bad},
 	} {
 		if _, err := autoscaler.New(cfg, deps()); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v", want, err)

@@ -57,7 +57,7 @@ func (w *Worker) pull(ctx, run context.Context, cfg queue.PullerConfig, deliveri
 		if wish.Busy {
 			expires = expiryBusy
 		}
-		if w.yields.Load() { // others are served first, and no more than one job comes where nobody else has room
+		if w.yielding() { // others are served first, and no more than one job comes where nobody else has room
 			wish.Batch, wish.Level = 1, schedule.MaxLevel
 		}
 		asked := time.Now()

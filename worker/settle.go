@@ -142,8 +142,11 @@ func (a *attempt) dropObjects(ctx context.Context, ours, stored *queue.Record) {
 // note counts a settled job and writes its one log line.
 func (w *Worker) note(log *slog.Logger, j *job.Job, o *job.Outcome) {
 	w.metrics.attempts.WithLabelValues(string(o.State)).Inc()
-	if o.Started > 0 { // else it ended without this worker
+	switch { // what was given up half way was not done, and what ended without a start not here
+	case o.Started > 0 && o.State == job.Completed:
 		w.servedTokens.Add(int64(j.Expected()))
+	case o.Started > 0 && o.Usage != nil:
+		w.servedTokens.Add(int64(o.Usage.TotalTokens))
 	}
 	switch o.State {
 	case job.Completed:

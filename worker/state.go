@@ -109,6 +109,10 @@ func (w *Worker) resume() {
 
 // beat is the worker's heartbeat.
 func (w *Worker) beat() cluster.Heartbeat {
+	// Before the gate, which is closed before the state says so: a worker that drains and has nothing will have nothing any more.
+	w.mu.Lock()
+	state, reason := w.state, w.reason
+	w.mu.Unlock()
 	s := w.gate.status()
 	shape, gpus := w.ownGPUs()
 	w.health.mu.Lock()
@@ -124,9 +128,9 @@ func (w *Worker) beat() cluster.Heartbeat {
 	return cluster.Heartbeat{
 		ID: string(w.id), Role: cluster.RoleWorker, Version: w.deps.Version, Host: w.host, Started: w.begun.UnixMilli(), Epoch: w.deps.Process,
 		Worker: &cluster.WorkerInfo{
-			Name: w.cfg.Name, State: w.state, Reason: w.reason, Models: models, Engine: string(w.kind),
+			Name: w.cfg.Name, State: state, Reason: reason, Models: models, Engine: string(w.kind),
 			Capacity: s.Capacity, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largestLocked(""), Level: s.Level, Running: s.Running, InHand: s.InHand,
-			Load: finite(s.Load), TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake, Yields: w.yields.Load(),
+			Load: finite(s.Load), TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake, Yields: w.yielding(),
 			ChatOnly:   w.chatOnly(models),
 			StateSince: float64(w.since.UnixMilli()) / 1000, FallBacks: falls, ProbeSeconds: probe.Seconds(), Shape: shape, GPUs: gpuInfo(gpus),
 			TokensPerSecond: finite(w.rate.perSecond(time.Now())), Generated: w.rate.ever(), Completed: w.completed.Load(), Failed: w.failed.Load(), Served: w.servedTokens.Load(),

@@ -43,8 +43,8 @@ type Worker struct {
 	failed    atomic.Int64
 	// servedTokens are those that the jobs were expected to need that ended here.
 	servedTokens atomic.Int64
-	// yields: what others have room for is theirs.
-	yields      atomic.Bool
+	// yields is until when what others have room for is theirs, in unix nanoseconds.
+	yields      atomic.Int64
 	doubts      chan doubt    // the engine should be looked at now
 	suspects    chan struct{} // holds one element while a suspect starts
 	health      health
@@ -113,6 +113,19 @@ func (w *Worker) Ready() error {
 	return fmt.Errorf("worker %s is %s: %s", w.id, w.state, w.reason)
 }
 
+// yieldFor is how long an order to yield counts: who gave it may be gone, and gives it again while it should.
+const yieldFor = 5 * time.Minute
+
+func (w *Worker) yield(yield bool) {
+	until := int64(0)
+	if yield {
+		until = time.Now().Add(yieldFor).UnixNano()
+	}
+	w.yields.Store(until)
+}
+
+func (w *Worker) yielding() bool { return time.Now().UnixNano() < w.yields.Load() }
+
 // Run works until ctx ends, then drains: it pulls no more, hands back what has not started, lets what runs finish for Config.Drain, and hands back the rest. A worker that is ordered to drain
 // does so at once, without a limit for what runs, and then stays, with nothing to do, until ctx ends.
 func (w *Worker) Run(ctx context.Context) error {
@@ -146,7 +159,7 @@ func (w *Worker) Run(ctx context.Context) error {
 		stop()
 		return errors.Join(fmt.Errorf("worker %s: %w", w.id, err), g.Wait())
 	}
-	if err := w.deps.Cluster.OnYield(run, string(w.id), w.yields.Store); err != nil {
+	if err := w.deps.Cluster.OnYield(run, string(w.id), w.yield); err != nil {
 		stop()
 		return errors.Join(fmt.Errorf("worker %s: %w", w.id, err), g.Wait())
 	}

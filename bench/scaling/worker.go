@@ -86,7 +86,8 @@ func (w *worker) plan() {
 
 func (w *worker) push(r running) {
 	w.tokens += r.tokens
-	h := append(w.jobs, r)
+	w.jobs = append(w.jobs, r)
+	h := w.jobs
 	for i := len(h) - 1; i > 0; {
 		up := (i - 1) / 2
 		if h[up].until <= h[i].until {
@@ -95,7 +96,6 @@ func (w *worker) push(r running) {
 		h[up], h[i] = h[i], h[up]
 		i = up
 	}
-	w.jobs = h
 }
 
 func (w *worker) pop() running {

@@ -59,8 +59,9 @@ func TestWorkersGetTheSettingsOfWorkersThatAreSetHere(t *testing.T) {
 func TestUpRefusesPoolsThatItCannotRun(t *testing.T) {
 	t.Parallel()
 	for text, want := range map[string]string{
-		"pools: [{name: a, models: [m], max: 0}]":                                                     "max is 0",
-		"pools: [{name: a, models: [m], provider: docker, max: 1, engine: {command: [x], image: y}}]": "pool a in FILE has the provider docker, and `millrace up` runs workers as processes alone",
+		"pools: [{name: a, models: [m], max: 0}]":                                                               "max is 0",
+		"pools: [{name: a, models: [m], provider: docker, max: 1, engine: {command: [x], image: y}}]":           "pool a in FILE has the provider docker, and `millrace up` runs workers as processes alone",
+		"pools: [{name: a, models: [m], provider: process, max: 1, engine: {command: [x], env: {KEY: '***'}}}]": `pool "a": engine.env.KEY is ***`,
 		"": "pools",
 	} {
 		file := filepath.Join(t.TempDir(), "pools.yaml")

@@ -124,6 +124,9 @@ func (f *upFlags) readPools() error {
 		return fmt.Errorf("reading the pools in %s: %w", f.poolsFile, err)
 	}
 	for _, pool := range f.pools {
+		if err := pool.Unhide(nil); err != nil {
+			return fmt.Errorf("reading the pools in %s: pool %q: %w", f.poolsFile, pool.Name, err)
+		}
 		if pool.Provider != "process" {
 			return fmt.Errorf("pool %s in %s has the provider %s, and `millrace up` runs workers as processes alone: use `millrace autoscaler`", pool.Name, f.poolsFile, pool.Provider)
 		}

@@ -73,6 +73,8 @@ type PoolInfo struct {
 	Starting int `json:"starting"`
 	Draining int `json:"draining"`
 	Max      int `json:"max"`
+	// Desired is how many there are to be and still are until they have drained: for those who set the number by it.
+	Desired int `json:"desired"`
 	// WorkerRate is how many expected tokens one of its workers gets done per second while it is full; 0 is unknown.
 	WorkerRate float64 `json:"worker_tokens_per_second,omitempty"`
 	// ReadyAt is when the first of those that start is expected to be ready, in unix seconds; 0 if none starts.

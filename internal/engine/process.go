@@ -9,6 +9,8 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -19,7 +21,7 @@ import (
 type ProcessConfig struct {
 	// Command is the program and its arguments. It is not read by a shell.
 	Command []string
-	// Dir is where it runs; "" is here. Env is added to our own environment.
+	// Dir is where it runs; "" is here. Env is added to our own environment, of which an engine does not get what is the platform's: the variables MILLRACE_…, and AWS_… where MILLRACE_BLOB_URL is a bucket's.
 	Dir string
 	Env []string
 	// Stdout and Stderr get its output as it comes; nil drops it. A writer that is no *os.File is written from one goroutine each.
@@ -135,7 +137,7 @@ func (p *Process) Run(ctx context.Context) error {
 func (p *Process) runOnce(ctx context.Context) error {
 	cmd := exec.Command(p.cfg.Command[0], p.cfg.Command[1:]...)
 	cmd.Dir = p.cfg.Dir
-	cmd.Env = append(os.Environ(), p.cfg.Env...)
+	cmd.Env = append(withoutPlatform(os.Environ()), p.cfg.Env...)
 	cmd.SysProcAttr = ownGroup()
 
 	var pipes []*pipe
@@ -196,6 +198,15 @@ func (p *Process) runOnce(ctx context.Context) error {
 		killGroup(group)
 		return <-exited
 	}
+}
+
+// withoutPlatform is an environment without the platform's settings and secrets: an engine runs code that came with a model. It keeps the mark by which the provider of processes knows what belongs to a worker.
+func withoutPlatform(env []string) []string {
+	const prefix, mark, blobs = "MILLRACE_", "MILLRACE_INSTANCE=", "MILLRACE_BLOB_URL=s3:"
+	bucket := slices.ContainsFunc(env, func(v string) bool { return strings.HasPrefix(v, blobs) })
+	return slices.DeleteFunc(slices.Clone(env), func(v string) bool {
+		return strings.HasPrefix(v, prefix) && !strings.HasPrefix(v, mark) || bucket && strings.HasPrefix(v, "AWS_")
+	})
 }
 
 // pipe carries a child's output to a writer. Unlike the one of os/exec it does not hold up the wait for the child while a grandchild has it open.

@@ -216,6 +216,28 @@ func TestAProcessHasItsOutputsEnvironmentAndFolder(t *testing.T) {
 	}
 }
 
+func TestAnEngineDoesNotGetWhatIsThePlatforms(t *testing.T) {
+	for _, name := range []string{"MILLRACE_NATS_URL", "MILLRACE_REDIS_URL", "MILLRACE_DATABASE_URL", "MILLRACE_API_KEY", "MILLRACE_ADMIN_KEY", "MILLRACE_ENGINE_API_KEY", "MILLRACE_DRAIN", "AWS_SECRET_ACCESS_KEY"} {
+		t.Setenv(name, "secret")
+	}
+	t.Setenv("MILLRACE_INSTANCE", "a token")
+	t.Setenv("HF_TOKEN", "the engine's own")
+	for blobs, want := range map[string]string{
+		"s3://bucket/prefix": "HF_TOKEN=the engine's own,MILLRACE_INSTANCE=a token,MILLRACE_OF_THE_ENGINE=given,",
+		"dir:/files":         "AWS_SECRET_ACCESS_KEY=secret,HF_TOKEN=the engine's own,MILLRACE_INSTANCE=a token,MILLRACE_OF_THE_ENGINE=given,",
+	} {
+		t.Setenv("MILLRACE_BLOB_URL", blobs)
+		out, said := lines(t)
+		stop := run(t, newProcess(t, engine.ProcessConfig{
+			Command: shell(`env | grep -E '^(MILLRACE_|AWS_SECRET|HF_TOKEN)' | sort | tr '\n' ','; echo; sleep 1000`), Env: []string{"MILLRACE_OF_THE_ENGINE=given"}, Stdout: out,
+		}))
+		if diff := cmp.Diff(want, <-said); diff != "" {
+			t.Errorf("with files in %s (-want +got):\n%s", blobs, diff)
+		}
+		stop()
+	}
+}
+
 func TestAWriterThatFailsDoesNotBlockTheEngine(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join(t.TempDir(), "done")

@@ -136,16 +136,16 @@ func (s *Store) CreatePool(ctx context.Context, p Pool) (*Pool, error) {
 	return &p, nil
 }
 
-// ofAPI returns the pool of that name, if it is the API's to change.
-func ofAPI(name string, all []Pool) (*Pool, error) {
+// ofAPI is nil if there is a pool of that name and it is the API's to change.
+func ofAPI(name string, all []Pool) error {
 	i := slices.IndexFunc(all, func(p Pool) bool { return p.Name == name })
 	switch {
 	case i < 0:
-		return nil, refuse(ErrNotFound)
+		return refuse(ErrNotFound)
 	case all[i].Source == FromFile:
-		return nil, refuse(fmt.Errorf("%w: the pool %s comes from the autoscaler's file", ErrInUse, name))
+		return refuse(fmt.Errorf("%w: the pool %s comes from the autoscaler's file", ErrInUse, name))
 	}
-	return &all[i], nil
+	return nil
 }
 
 // UpdatePool changes the description of one of the API's; Updated is now unless it is given. ErrNotFound; ErrInUse if it comes from a file; ErrTaken if one of its models is another pool's.
@@ -159,7 +159,7 @@ func (s *Store) UpdatePool(ctx context.Context, p Pool) (*Pool, error) {
 		if err != nil {
 			return err
 		}
-		if _, err := ofAPI(p.Name, all); err != nil {
+		if err := ofAPI(p.Name, all); err != nil {
 			return err
 		}
 		if err := alone(p, all); err != nil {
@@ -180,7 +180,7 @@ func (s *Store) DeletePool(ctx context.Context, name string) error {
 		if err != nil {
 			return err
 		}
-		if _, err := ofAPI(name, all); err != nil {
+		if err := ofAPI(name, all); err != nil {
 			return err
 		}
 		_, err = q.exec("DELETE FROM pools WHERE name = $1", name)

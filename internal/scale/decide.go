@@ -15,6 +15,8 @@ const (
 	giveUp = 3
 	// quiet is how long a worker must have been idle to be taken away, if the pool is not quicker.
 	quiet = 10 * time.Second
+	// crumb is the share of a worker that must be usual at a time for an empty pool to be made ready for it.
+	crumb = 0.05
 	// lastLook is how long ago the last look may have been that confirms a trend.
 	lastLook = 3 * Bucket
 	// slackKept is the share of a batch's time that is kept for what goes wrong.
@@ -36,7 +38,7 @@ func Decide(s Sample, h History, p *Pool) Decision {
 	}
 	busy := s.demand() > 0
 	idle := !busy && h.idle(s.Now) >= time.Duration(p.Idle)
-	d.forecast(h, idle)
+	d.forecast(h, busy, idle)
 	d.need(c, p, busy)
 	d.Needed = min(d.Need.most(), p.Max)
 	if d.Want = d.Needed; !idle {
@@ -49,16 +51,18 @@ func Decide(s Sample, h History, p *Pool) Decision {
 // most is how many workers all reasons together want.
 func (n *Need) most() int { return max(n.Rate, n.Backlog, n.Deadline, n.Schedule, n.Min) }
 
+// broken tells whether nobody knows what was needed lately: there was no look, or the demand could not be told. That time is neither quiet nor idle.
+func (h *History) broken(now time.Time) bool {
+	n := len(h.Wanted)
+	return n == 0 || now.Sub(h.Wanted[n-1].At) > silent
+}
+
 // idle is for how long nothing has been asked of the pool: since there was any demand, as far back as is known.
 func (h *History) idle(now time.Time) time.Duration {
-	since := h.LastDemand
-	if since.IsZero() && len(h.Wanted) > 0 {
-		since = h.Wanted[0].At
-	}
-	if since.IsZero() {
+	if h.LastDemand.IsZero() || h.broken(now) {
 		return 0
 	}
-	return now.Sub(since)
+	return now.Sub(h.LastDemand)
 }
 
 // lately is the most that was needed within the pool's cool-down, and whether that is known for all of it.
@@ -68,7 +72,7 @@ func (h *History) lately(now time.Time, p *Pool) (most int, known bool) {
 			most = max(most, w.N)
 		}
 	}
-	return most, len(h.Wanted) > 0 && now.Sub(h.Wanted[0].At) >= time.Duration(p.Cooldown)
+	return most, !h.broken(now) && now.Sub(h.Wanted[0].At) >= time.Duration(p.Cooldown)
 }
 
 // counts of a sample's workers.
@@ -76,12 +80,17 @@ type counts struct {
 	ready, starting, away, draining int
 	// live is how many there are that do not go: ready, starting, and away for so short a time that they may come back.
 	live int
-	up   []Worker // that are ready
+	// working are those that have a job, up those that are ready.
+	working int
+	up      []Worker
 }
 
 func countWorkers(s *Sample) counts {
 	var c counts
 	for _, w := range s.Workers {
+		if w.Jobs > 0 {
+			c.working++
+		}
 		switch w.State {
 		case Starting:
 			c.starting++
@@ -112,9 +121,22 @@ func (s *Sample) demand() job.Tokens {
 	return sum
 }
 
+// waits tells whether anything waits for a worker.
+func (s *Sample) waits() bool {
+	for _, a := range s.Waiting {
+		if a.Jobs > 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // unknown keeps the last plan.
 func (d Decision) unknown(c counts, h History, p *Pool) Decision {
-	last, _ := h.lately(d.At, p)
+	last := 0
+	if n := len(h.Wanted); n > 0 { // the plan of when it was made last
+		last, _ = h.lately(h.Wanted[n-1].At, p)
+	}
 	d.Need.Min, d.Need.Schedule = p.Min, p.AtLeast(d.At, d.At.Add(d.Sample.ColdStart.P90))
 	d.Needed = min(max(last, d.Need.Min, d.Need.Schedule), p.Max)
 	d.Want = max(d.Needed, min(c.live, p.Max))
@@ -127,13 +149,16 @@ func (d Decision) unknown(c counts, h History, p *Pool) Decision {
 }
 
 // forecast fills in the rate that is reckoned with. What is idle has only its season to expect.
-func (d *Decision) forecast(h History, idle bool) {
+func (d *Decision) forecast(h History, busy, idle bool) {
 	ahead := d.Sample.ColdStart.P90 + horizonMargin
 	f := &d.Forecast
 	if !idle {
 		f.Now, f.Trend = newRates(h.Recent).forecast(ahead)
 	}
 	f.Season = h.Season.forecast(d.At, ahead+SeasonBucket/2, h.Recent)
+	if !busy && f.Now == 0 && f.Season < crumb*d.Sample.Throughput {
+		f.Season = 0
+	}
 	f.Used = max(f.Now, h.sure(d.At, f.Trend), f.Season)
 }
 
@@ -155,14 +180,17 @@ func (d *Decision) need(c counts, p *Pool, busy bool) {
 	}
 	n.Rate = 1
 	if s.Throughput <= 0 {
-		if d.Forecast.Used > 0 || busy { // it is measured on what there is
+		if n.Rate = max(1, c.working); s.waits() { // it is measured on what there is
 			n.Rate = max(1, c.live)
 		}
 		return
 	}
 	rate := d.Forecast.Used / s.Throughput // in workers
 	now := d.Forecast.Now / s.Throughput
-	n.Rate = max(1, ceil(now)+p.Spare, ceil(rate*(1+p.headroom())))
+	n.Rate = max(1, ceil(rate*(1+p.headroom())))
+	if busy || now > 0 {
+		n.Rate = max(n.Rate, ceil(now)+p.Spare)
+	}
 	d.reserve = n.Rate - max(ceil(rate), 1)
 	n.Backlog = ceil(rate + d.backlog(p))
 	n.Deadline = ceil(rate + d.deadlines())
@@ -224,11 +252,12 @@ func (d *Decision) held(c counts, h History, p *Pool) int {
 func (d *Decision) act(c counts, p *Pool) {
 	needed := d.Need.most()
 	switch {
-	case d.Want > c.live && d.Want <= c.live+d.reserve/2 && d.Forecast.Used == d.Forecast.Now && max(d.Need.Min, d.Need.Schedule, d.Need.Deadline, d.Need.Backlog) <= c.live:
+	// Rates are never known exactly: a fifth of the reserve too few is near enough while nothing waits, and in a pool of more than twice its spares as many as the reserve too many.
+	case d.Want > c.live && d.Want <= c.live+d.reserve/5 && d.Forecast.Used == d.Forecast.Now && max(d.Need.Min, d.Need.Schedule, d.Need.Deadline, d.Need.Backlog) <= c.live:
 		d.Action, d.Reason = Hold, d.why(needed)+fmt.Sprintf("; %d are near enough", c.live)
 	case d.Want > c.live:
 		d.start(c)
-	case d.Want < c.live && d.Want > 0 && d.Want >= c.live-3*min(d.reserve, max(0, c.live-2*p.Spare))/4:
+	case d.Want < c.live && d.Want > 0 && c.live <= p.Max && d.Want >= c.live-min(d.reserve, max(0, c.live-2*p.Spare)):
 		d.Action, d.Reason = Hold, d.why(needed)+fmt.Sprintf("; %d are near enough", c.live)
 	case d.Want < c.live:
 		d.stop(c, p)
@@ -275,7 +304,7 @@ func (d *Decision) start(c counts) {
 // stop fills in which go: idle ones, and no more than are ready beyond what is wanted, for those that start are no use yet. Work spreads over all workers, so that at a moderate load none is ever idle: as many as are too many
 // then yield to the others.
 func (d *Decision) stop(c counts, p *Pool) {
-	excess := min(c.live-d.Want, c.ready+c.away-d.Want)
+	excess := c.ready - d.Want
 	still := min(quiet, time.Duration(p.Idle), time.Duration(p.Cooldown))
 	slices.SortStableFunc(c.up, func(a, b Worker) int {
 		return cmp.Or(first(a.Jobs == 0, b.Jobs == 0), first(a.Yields, b.Yields), cmp.Compare(a.Jobs, b.Jobs), a.IdleSince.Compare(b.IdleSince), cmp.Compare(a.Name, b.Name))
@@ -364,4 +393,4 @@ func starts(n int) string {
 }
 
 // ceil rounds up, but for what is an error of the calculation.
-func ceil(v float64) int { return int(math.Ceil(v - 1e-9)) }
+func ceil(v float64) int { return int(math.Ceil(min(v, 1e6) - 1e-9)) }

@@ -293,7 +293,7 @@ func TestForecast(t *testing.T) {
 		"a step 60 s ago":         {rate: func(ago float64) float64 { return pick(ago < 60, 20_000, 1000) }, now: 20_000, share: 0.85},
 		"a fall":                  {rate: func(ago float64) float64 { return pick(ago < 30, 1000, 20_000) }, now: 1000, share: 0.85},
 		"a ramp since 60 s":       {rate: func(ago float64) float64 { return 1000 + max(0, 60-ago)*160 }, now: 10_600, least: 15_000, most: 22_000, share: 0.85},
-		"a slow ramp":             {rate: func(ago float64) float64 { return 1000 + max(0, 300-ago)*32 }, now: 10_600, least: 11_000, most: 13_500, share: 0.6},
+		"a slow ramp":             {rate: func(ago float64) float64 { return 1000 + max(0, 300-ago)*32 }, now: 10_600, least: 11_000, most: 13_500, share: 0.5},
 		"a heap in one bucket":    {rate: func(ago float64) float64 { return pick(ago < 5, 20_000, 0) }, now: 0, heap: true, share: 0.85},
 		"one between two buckets": {rate: func(ago float64) float64 { return pick(ago < 10, 10_000, 0) }, now: 0, heap: true, share: 0.85},
 	} {
@@ -419,5 +419,93 @@ func TestSeasonKnowsTheSecondMorning(t *testing.T) {
 	}
 	if d := scale.Decide(aSample(), scale.History{Season: scale.Learn(nil, noon, time.UTC)}, p); d.Forecast.Season != 0 || slices.Contains([]scale.Action{scale.ScaleUp}, d.Action) {
 		t.Errorf("nothing was learned, and %+v is expected", d.Forecast)
+	}
+}
+
+// TestTimeOfWhichNothingIsKnownIsNotQuiet: after an outage that was longer than the pool's cool-down and idle time, nothing is stopped for it.
+func TestTimeOfWhichNothingIsKnownIsNotQuiet(t *testing.T) {
+	t.Parallel()
+	p := aPool(t, "idle: 1m, cooldown: 1m")
+	var m scale.Memory
+	at := noon.Add(-20 * time.Minute)
+	for ; at.Before(noon.Add(-10 * time.Minute)); at = at.Add(time.Second) {
+		m.Asked(at)
+		m.Decided(at, 5, 0, time.Minute)
+	}
+	s := aSample(some(5, scale.Ready, time.Hour, 0)...)
+	look := func(unknown string) scale.Decision {
+		s.Now, s.Unknown = at, unknown
+		d := scale.Decide(s, m.History(at, nil), p)
+		if unknown == "" {
+			m.Decided(at, d.Needed, d.Forecast.Trend, time.Minute)
+		}
+		return d
+	}
+	for ; at.Before(noon); at = at.Add(10 * time.Second) {
+		if d := look("no dispatcher is heard"); d.Want != 5 || d.Start+len(d.Stop) > 0 {
+			t.Fatalf("%s into the outage: %+v", at.Sub(noon.Add(-10*time.Minute)), d)
+		}
+	}
+	s.Workers = s.Workers[:3]
+	if d := look("no dispatcher is heard"); d.Start != 2 {
+		t.Errorf("two died, and %d are started: the plan is five", d.Start)
+	}
+	for end := at.Add(time.Minute); at.Before(end); at = at.Add(time.Second) {
+		if d := look(""); len(d.Stop) > 0 {
+			t.Fatalf("%s after the outage %v are stopped: %s", at.Sub(end.Add(-time.Minute)), d.Stop, d.Reason)
+		}
+	}
+	if at = at.Add(time.Second); len(look("").Stop) != 3 {
+		t.Error("nothing was asked of it for a minute, and the workers stay")
+	}
+}
+
+// TestEdges: what is easily got wrong.
+func TestEdges(t *testing.T) {
+	t.Parallel()
+	busy := func(s *scale.Sample) { s.InFlight = scale.Amount{Jobs: 2, Tokens: 2000} }
+	for name, c := range map[string]struct {
+		pool    string
+		workers []scale.Worker
+		change  func(*scale.Sample)
+		history scale.History
+		check   func(scale.Decision) bool
+	}{
+		"a lowered max is not near enough": {
+			pool: "max: 9, headroom: 0.5", workers: some(10, scale.Ready, time.Hour, 0), change: busy, history: func() scale.History { h := wanted(9, 0); h.Recent = arriving(steady(6000), nil); return h }(),
+			check: func(d scale.Decision) bool { return len(d.Stop) == 1 },
+		},
+		"a worker that is away is no reason to stop one that is there": {
+			workers: append(some(2, scale.Ready, time.Hour, 0), some(1, scale.Away, 30*time.Second, 0)...), change: busy, history: wanted(2, 0),
+			check: func(d scale.Decision) bool { return len(d.Stop) == 0 },
+		},
+		"a crumb of a season wakes nobody": {
+			pool: "spare: 2", history: func() scale.History {
+				h := wanted(0, time.Hour)
+				h.Season = scale.Learn([]scale.Arrivals{{Start: noon.AddDate(0, 0, -7), Amount: scale.Amount{Jobs: 1, Tokens: 300}}}, noon, time.UTC)
+				return h
+			}(),
+			check: func(d scale.Decision) bool { return d.Start == 0 },
+		},
+		"an absurd speed bounds at max": {
+			change: func(s *scale.Sample) { s.Throughput = 1e-18 }, history: scale.History{Recent: arriving(steady(900), nil)},
+			check: func(d scale.Decision) bool { return d.Want == 10 },
+		},
+		"workers of an unknown speed that have nothing to do are too many": {
+			workers: append(some(1, scale.Ready, time.Hour, 1), some(4, scale.Ready, time.Hour, 0)...), change: func(s *scale.Sample) { busy(s); s.Throughput = 0 }, history: wanted(1, 0),
+			check: func(d scale.Decision) bool { return len(d.Stop) == 4 },
+		},
+		"both spares are there": {
+			pool: "spare: 2", workers: some(2, scale.Ready, time.Hour, 1), change: busy, history: scale.History{Recent: arriving(steady(900), nil)},
+			check: func(d scale.Decision) bool { return d.Start == 1 },
+		},
+	} {
+		s := aSample(c.workers...)
+		if c.change != nil {
+			c.change(&s)
+		}
+		if d := scale.Decide(s, c.history, aPool(t, c.pool)); !c.check(d) {
+			t.Errorf("%s: %s: %s; want %d start %d stop %v need %+v", name, d.Action, d.Reason, d.Want, d.Start, d.Stop, d.Need)
+		}
 	}
 }

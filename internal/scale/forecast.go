@@ -12,13 +12,13 @@ const (
 	// evenly is the least Spread of arrivals that come at a rate. What comes at once is a heap, as of a program that submits what it has: it counts as backlog, and promises no more.
 	evenly = 3
 	// worth is by how much a change must lessen the sum of squares, in variances, and doubt how much more if only one full bucket tells of it.
-	worth, doubt = 12, 2
+	worth, doubt = 10, 4
 	// lasting is for how many times as long as it lasted so far a ramp is expected to go on.
 	lasting = 9
 	// shortest is how many buckets must have passed since a change before it can be a ramp: two points always lie on a line.
 	shortest = 3
 	// near is the share of a rate from which on another one is like it.
-	near = 0.7
+	near = 0.5
 	// window is how many buckets a forecast from the recent past looks at.
 	window = 24
 	// sizeSpread is E[X^2]/E[X]^2 of a job's tokens where the squares are not known: that of an exponential distribution.

@@ -68,6 +68,12 @@ func (m *Memory) Asked(at time.Time) { m.asked = at }
 
 // Decided notes how many were needed and which trend was seen, and forgets what is older than keep, but for the last one before: it says what was wanted when that time began.
 func (m *Memory) Decided(at time.Time, needed int, trend float64, keep time.Duration) {
+	if n := len(m.wanted); n == 0 || at.Sub(m.wanted[n-1].At) > silent { // what was before is not known, and no time in which nothing was asked
+		m.wanted = nil
+		if m.asked.Before(at) {
+			m.asked = at
+		}
+	}
 	m.wanted = append(m.wanted, Wanted{At: at, N: needed, Trend: trend})
 	for len(m.wanted) > 1 && at.Sub(m.wanted[1].At) >= keep {
 		m.wanted = m.wanted[1:]
@@ -84,7 +90,14 @@ func (m *Memory) TakeSeason() []Arrivals {
 // History is what is remembered now, beside what was learned of hours and weekdays. Its slices are the Memory's own: they are good until the next call of one of its methods.
 func (m *Memory) History(now time.Time, season *Season) History {
 	m.Advance(now)
-	return History{Recent: m.bucketed(), Season: season, Wanted: m.wanted, LastDemand: m.asked}
+	h := m.Past(season)
+	h.Recent = m.bucketed()
+	return h
+}
+
+// Past is the same without what is recent, for whoever knows of arrivals from elsewhere and calls neither Arrive nor Advance.
+func (m *Memory) Past(season *Season) History {
+	return History{Season: season, Wanted: m.wanted, LastDemand: m.asked}
 }
 
 // bucketed is what is recent in buckets.

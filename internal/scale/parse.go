@@ -56,7 +56,7 @@ func ParsePools(raw []byte) ([]Pool, error) {
 		return nil, errors.New(`there is no list of pools: write them under "pools:", or "pools: []" for none`)
 	}
 	pools := make([]Pool, 0, len(list.Content))
-	byName, byModel := map[string]int{}, map[job.Model]string{}
+	byName, byModel, byWorkload := map[string]int{}, map[job.Model]string{}, map[string]string{}
 	for _, node := range list.Content {
 		p, line, err := readPool(node)
 		if err != nil {
@@ -71,6 +71,13 @@ func ParsePools(raw []byte) ([]Pool, error) {
 				return nil, fmt.Errorf("line %d: pool %q: the model %q is of the pool %q: a model has one pool, for there is no telling whose workers its work will come to", node.Line, p.Name, string(m), other)
 			}
 			byModel[m] = p.Name
+		}
+		if k := p.Kubernetes; k != nil {
+			workload := strings.ToLower(strings.Join([]string{k.Context, k.Namespace, k.Kind, k.Name}, "/"))
+			if other, twice := byWorkload[workload]; twice {
+				return nil, fmt.Errorf("line %d: pool %q: its workload is that of the pool %q: each would undo what the other does", node.Line, p.Name, other)
+			}
+			byWorkload[workload] = p.Name
 		}
 		pools = append(pools, *p)
 	}

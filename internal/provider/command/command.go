@@ -1,6 +1,6 @@
 // Package command starts, stops and lists workers by an operator's own programs.
 //
-// # Contract
+// # Commands
 //
 // No shell reads the commands. Each gets the autoscaler's environment without its own settings, and with what a worker needs to join the platform; so a program that starts a worker may hand its environment on, in which MILLRACE_NAME gives the worker its name. It is killed, with all of its
 // process group, after the pool's timeout; a stop gets the pool's drain in addition. Start and stop may be called again for what is done already, after a crash or a time-out: they are idempotent by the worker's name.
@@ -166,7 +166,7 @@ func (p *Provider) run(ctx context.Context, pool *scale.Pool, which, name string
 		case exitInvalid:
 			return nil, fmt.Errorf("%w: %s: exit code %d%s", provider.ErrInvalid, what, code, p.said(tail, pool))
 		}
-		return nil, fmt.Errorf("%s: %v%s", what, exit, p.said(tail, pool))
+		return nil, fmt.Errorf("%s: %w%s", what, exit, p.said(tail, pool))
 	case errors.Is(err, exec.ErrNotFound) || errors.Is(err, os.ErrNotExist) || errors.Is(err, os.ErrPermission):
 		return nil, fmt.Errorf("%w: %s: %w: name a program that can be run here", provider.ErrInvalid, what, err)
 	case err != nil:

@@ -88,8 +88,8 @@ func TestAFailedCommandSaysItsLastLine(t *testing.T) {
 	t.Parallel()
 	p, failing := newProvider(), pool("p", t.TempDir())
 	for script, want := range map[string]string{
-		"echo one; echo two >&2; exit 3": "running command.start of pool p: exit status 3: two",
-		"exit 4":                         "running command.start of pool p: exit status 4, and it says nothing",
+		"echo one >&2; echo two >&2; exit 3": "running command.start of pool p: exit status 3: two", // each stream is read on its own: of two, either may come last
+		"exit 4":                             "running command.start of pool p: exit status 4, and it says nothing",
 		"echo " + strings.Repeat("x", 5000) + "y; exit 1": "running command.start of pool p: exit status 1: " + strings.Repeat("x", 299) + "y",
 		"kill -9 $$": "running command.start of pool p: signal: killed, and it says nothing",
 		`printf 'a\r\nb %s\r\n' "$MILLRACE_NATS_URL"; exit 1`:        "running command.start of pool p: exit status 1: b ***",

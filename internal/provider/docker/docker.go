@@ -38,6 +38,7 @@ const (
 	labelPart   = "dev.millrace.part"   // worker or engine
 	labelEngine = "dev.millrace.engine" // at the worker's: the image of the engine's container, if there is to be one
 	labelGPUs   = "dev.millrace.gpus"   // which ones it has, with commas
+	labelDrain  = "dev.millrace.drain"  // at the worker's: how long it drains
 	// Compose's own, so that what it takes away includes the workers that its autoscaler started.
 	labelProject = "com.docker.compose.project"
 	labelService = "com.docker.compose.service"

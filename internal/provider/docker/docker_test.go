@@ -162,12 +162,12 @@ func TestTheContainersAreAsThePoolSays(t *testing.T) {
 	for name, want := range map[string]facts{
 		"millrace-w1": {
 			Image: "worker:test", Cmd: slices.Concat(args, []string{"--gpus", "0,1", "--"}, command), Env: []string{hf, nats, redis},
-			Labels:  map[string]string{"dev.millrace.pool": "one", "dev.millrace.worker": "w1", "dev.millrace.part": "worker", "dev.millrace.gpus": "0,1"},
+			Labels:  map[string]string{"dev.millrace.pool": "one", "dev.millrace.worker": "w1", "dev.millrace.part": "worker", "dev.millrace.gpus": "0,1", "dev.millrace.drain": "1m30s"},
 			Network: "bridge", GPUs: []string{"0", "1"}, Binds: []string{"models:/models"}, Shm: 1 << 30, Hardened: true, Stop: 100,
 		},
 		"millrace-w2": {
 			Image: "worker:test", Cmd: slices.Concat(args[:2], []string{"w2"}, args[3:]), Env: []string{nats, redis},
-			Labels:  map[string]string{"dev.millrace.pool": "two", "dev.millrace.worker": "w2", "dev.millrace.part": "worker", "dev.millrace.engine": "engine:test"},
+			Labels:  map[string]string{"dev.millrace.pool": "two", "dev.millrace.worker": "w2", "dev.millrace.part": "worker", "dev.millrace.engine": "engine:test", "dev.millrace.drain": "1m30s"},
 			Network: "bridge", Hardened: true, Stop: 100,
 		},
 		"millrace-w2.engine": {
@@ -332,7 +332,7 @@ func TestAHalfRemovedInstanceIsRemovedByTheNextStop(t *testing.T) {
 				}
 				// One that was renamed may have been told, and has a drain's time before it is told again.
 				again := docker.New(join, slog.New(slog.DiscardHandler))
-				defer again.Close() //nolint:errcheck // it holds nothing
+				defer again.Close()
 				again.SetGrace(20 * time.Millisecond)
 				if err := again.Stop(t.Context(), pool, "w1"); err != nil {
 					t.Fatal(err)
@@ -345,6 +345,24 @@ func TestAHalfRemovedInstanceIsRemovedByTheNextStop(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+func TestAWorkerHasTheDrainThatItWasStartedWith(t *testing.T) {
+	t.Parallel()
+	e := newEngine(t)
+	p, pool := open(t), e.pool("chat", "stubborn")
+	pool.Drain = scale.Duration(20 * time.Second) // of ten milliseconds each, as the ten of grace
+	if err := p.Start(t.Context(), pool, "w1", 1); err != nil {
+		t.Fatal(err)
+	}
+	pool.Drain = scale.Duration(time.Millisecond)
+	begun := time.Now()
+	if err := p.Stop(t.Context(), pool, "w1"); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(begun); took < 300*time.Millisecond {
+		t.Errorf("it was killed after %v", took)
 	}
 }
 

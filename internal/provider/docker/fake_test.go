@@ -183,7 +183,7 @@ func (e *engine) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			refuse(w, f[0].status, "%s", f[0].message)
 			return
 		default:
-			defer func(real http.ResponseWriter) { refuse(real, f[0].status, "%s", f[0].message) }(w)
+			defer func(asked http.ResponseWriter) { refuse(asked, f[0].status, "%s", f[0].message) }(w)
 			w = httptest.NewRecorder()
 		}
 	}

@@ -201,6 +201,7 @@ func (p *Provider) describe(pool *scale.Pool, name string, at *place) (worker, e
 			ReadonlyRootfs: true, CapDrop: []string{"ALL"}, SecurityOpt: []string{"no-new-privileges:true"},
 		},
 	}}
+	worker.Config.Labels[labelDrain] = drain.String()
 	if pool.Engine.Image == "" {
 		worker.Config.Env = environment(pool.Engine.Env, p.join)
 		worker.HostConfig.Binds, worker.HostConfig.ShmSize, worker.gpus = s.Volumes, s.ShmSize, pool.Shape.GPUs

@@ -14,7 +14,7 @@ import (
 	"github.com/millrace/millrace/internal/scale"
 )
 
-// Stop sends SIGTERM to the worker, and SIGKILL once its drain is over; then its engine ends, and the containers are removed. Docker keeps to that also when nobody waits for it any more.
+// Stop sends SIGTERM to the worker, and SIGKILL once the pool's drain is over, or the longer one that it was started with; then its engine ends, and the containers are removed. Docker keeps to that also when nobody waits for it any more.
 func (p *Provider) Stop(ctx context.Context, pool *scale.Pool, name string) error {
 	err := p.stop(ctx, pool, name)
 	return p.explain(pool, "stopping worker "+name, err)
@@ -35,6 +35,9 @@ func (p *Provider) stop(ctx context.Context, pool *scale.Pool, name string) erro
 // end ends an instance and removes it. The worker's container is the last to go, so that it stays listed until nothing is left.
 func (d *daemon) end(ctx context.Context, i *instance, drain time.Duration) error {
 	if i.worker != nil && !ended(i.worker) {
+		if own, err := time.ParseDuration(i.worker.Labels[labelDrain]); err == nil { // its pool's may have become shorter since it was started
+			drain = max(drain, own)
+		}
 		if err := d.halt(ctx, i.worker, drain+d.grace); err != nil {
 			return err
 		}

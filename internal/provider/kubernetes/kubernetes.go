@@ -175,10 +175,14 @@ func (w *workload) markOnly(ctx context.Context, name string) (types.UID, error)
 	if at < 0 {
 		return "", nil
 	}
-	if victim := pods[at]; w.kind.ordered || victim.ended() || victim.DeletionTimestamp != nil {
+	victim := pods[at]
+	switch {
+	case w.kind.ordered || victim.DeletionTimestamp != nil:
 		return victim.UID, nil
+	case victim.ended(): // another one stands in its place, and it may lie there for days
+		return "", nil
 	}
-	return pods[at].UID, w.mark(ctx, pods[at], active(pods))
+	return victim.UID, w.mark(ctx, victim, active(pods))
 }
 
 // --- StatefulSet, LeaderWorkerSet ---

@@ -460,6 +460,11 @@ func TestAnEvictedPodDoesNotCount(t *testing.T) {
 			t.Errorf("the reason is %q", i.Reason)
 		}
 	}
+	watched := pool(l)
+	watched.Kubernetes.Observe = true
+	if err := p.Stop(t.Context(), watched, names[0]); err != nil { // nobody removes it, and nobody waits for that
+		t.Fatal(err)
+	}
 	if err := p.Stop(t.Context(), pool(l), names[0]); err != nil { // it may be tidied away all the same
 		t.Fatal(err)
 	}

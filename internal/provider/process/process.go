@@ -86,6 +86,8 @@ type record struct {
 	// Created and Stopping are when it was asked for and told to end.
 	Created  time.Time `json:"created"`
 	Stopping time.Time `json:"stopping,omitzero"`
+	// Drain is what its pool had when it was started, which is the time that the worker takes.
+	Drain time.Duration `json:"drain,omitempty"`
 	// Exit is how its process ended, if that is known.
 	Exit string `json:"exit,omitempty"`
 }
@@ -207,7 +209,7 @@ func (p *Provider) save(r *record) error {
 		return fmt.Errorf("writing the state of worker %s: %w", r.Name, err)
 	}
 	// Whoever reads holds the lock, so that one name for what is being written is enough.
-	if err := os.WriteFile(path+".new", raw, 0o600); err != nil {
+	if err := write(path+".new", raw); err != nil {
 		return fmt.Errorf("writing the state of worker %s: %w", r.Name, err)
 	}
 	if err := os.Rename(path+".new", path); err != nil {
@@ -216,33 +218,48 @@ func (p *Provider) save(r *record) error {
 	return nil
 }
 
+// write writes a file, and returns once the disk has it: what is renamed after that is whole even if the machine fails.
+func write(path string, raw []byte) error {
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	if _, err = f.Write(raw); err == nil {
+		err = f.Sync()
+	}
+	return errors.Join(err, f.Close())
+}
+
 // heal finds the process of a record whose writer ended before it wrote its id. The lock is held: nobody is about to write it.
 func (p *Provider) heal(r *record) error {
 	if r.PID != 0 {
 		return nil
 	}
-	pid := find(r.Token)
-	if pid == 0 {
-		return nil
+	pid, err := find(r.Token)
+	if err != nil || pid == 0 {
+		return err
 	}
 	r.PID = pid
 	return p.save(r)
 }
 
-// alive tells whether the instance's process runs. It takes leave of one that has ended, if it was ours.
-func (p *Provider) alive(r *record) bool {
+// alive tells whether the instance's process runs; an error is that it cannot be told. It takes leave of one that has ended, if it was ours.
+func (p *Provider) alive(r *record) (bool, error) {
 	if r.PID == 0 {
-		return false
+		return false, nil
 	}
 	var status syscall.WaitStatus
 	switch pid, err := syscall.Wait4(r.PID, &status, syscall.WNOHANG, nil); {
 	case err != nil: // no child of ours
 		return has(r.PID, r.Token, r.Name)
 	case pid == 0:
-		return has(r.PID, r.Token, r.Name) || ending(r.PID)
+		if ending(r.PID) {
+			return true, nil
+		}
+		return has(r.PID, r.Token, r.Name)
 	}
 	r.Exit = exitText(status)
-	return false
+	return false, nil
 }
 
 // exitText says how a process ended.
@@ -274,7 +291,10 @@ func (p *Provider) List(ctx context.Context, pool *scale.Pool) ([]provider.Insta
 		}
 		known := r.Exit
 		i := provider.Instance{Name: r.Name, State: provider.Running, Created: r.Created}
-		alive := p.alive(r)
+		alive, err := p.alive(r)
+		if err != nil {
+			return nil, err
+		}
 		if r.Exit != known {
 			if err := p.save(r); err != nil { // what our parent's wait told is told once
 				return nil, err
@@ -373,7 +393,7 @@ func (p *Provider) Start(ctx context.Context, pool *scale.Pool, name string, _ i
 	if r, err := p.load(pool.Name, name); err != nil || r != nil {
 		return err
 	}
-	r := &record{Pool: pool.Name, Name: name, Token: rand.Text(), Created: time.Now().UTC().Truncate(time.Millisecond)}
+	r := &record{Pool: pool.Name, Name: name, Token: rand.Text(), Created: time.Now().UTC().Truncate(time.Millisecond), Drain: time.Duration(pool.Drain)}
 	if err := p.reserve(r, pool); err != nil {
 		return err
 	}
@@ -382,6 +402,7 @@ func (p *Provider) Start(ctx context.Context, pool *scale.Pool, name string, _ i
 	}
 	// If we crash from here on, whoever looks next finds the process by its token, or that there is none.
 	if r.PID, err = p.fork(r, pool); err != nil {
+		_ = os.Remove(p.path(pool.Name, name, ".log")) // it is empty, if it is there at all
 		return errors.Join(fmt.Errorf("starting worker %s: %w", name, err), os.Remove(p.path(pool.Name, name, ".json")))
 	}
 	return p.save(r)
@@ -422,8 +443,10 @@ func (p *Provider) reserve(r *record, pool *scale.Pool) error {
 		if err := p.heal(other); err != nil {
 			return err
 		}
-		if other.PID != 0 && !has(other.PID, other.Token, other.Name) {
-			continue // it has ended
+		if gone, err := ended(other); err != nil {
+			return err
+		} else if gone {
+			continue
 		}
 		ports[other.Port] = true
 		for _, g := range other.GPUs {
@@ -444,6 +467,18 @@ func (p *Provider) reserve(r *record, pool *scale.Pool) error {
 		}
 	}
 	return nil
+}
+
+// ended tells whether nothing is left of an instance: its engine may outlive its worker, on the port and the GPUs that it has.
+func ended(r *record) (bool, error) {
+	if r.PID == 0 {
+		return false, nil // it is tidied away before long
+	}
+	if alive, err := has(r.PID, r.Token, r.Name); err != nil || alive {
+		return false, err
+	}
+	left, err := leftovers(r.Token)
+	return len(left) == 0, err
 }
 
 // Ports of engines lie below those that systems give to outgoing connections: none of these takes one before its engine listens.
@@ -558,8 +593,12 @@ func start(cmd *exec.Cmd) (int, error) {
 	return pid, cmd.Process.Release()
 }
 
-// Stop tells the worker to end, once, and waits until all of the instance's processes are gone. They are killed after the pool's Drain, and the grace in which a worker gives back what has not ended.
+// Stop tells the worker to end, once, and waits until all of the instance's processes are gone. They are killed after the pool's Drain, or the longer one that the worker was started with, and the grace in which a worker gives back what has not ended.
 func (p *Provider) Stop(ctx context.Context, pool *scale.Pool, name string) error {
+	return p.stop(ctx, pool, name, func(r *record) time.Duration { return max(r.Drain, time.Duration(pool.Drain)) })
+}
+
+func (p *Provider) stop(ctx context.Context, pool *scale.Pool, name string, patience func(*record) time.Duration) error {
 	if err := errors.Join(checkName("the pool", pool.Name), checkName("the worker", name)); err != nil {
 		return err
 	}
@@ -567,12 +606,20 @@ func (p *Provider) Stop(ctx context.Context, pool *scale.Pool, name string) erro
 	if err != nil || r == nil {
 		return err
 	}
-	deadline := r.Stopping.Add(time.Duration(pool.Drain) + p.cfg.Grace)
+	drain := patience(r)
+	deadline := r.Stopping.Add(drain + p.cfg.Grace)
 	killed := false
-	for p.alive(r) {
+	for {
+		alive, err := p.alive(r)
+		if err != nil {
+			return err
+		}
+		if !alive {
+			break
+		}
 		if time.Now().After(deadline) {
 			if !killed {
-				p.log.Warn("worker did not end in time: killing it", "pool", pool.Name, "worker", name, "drain", time.Duration(pool.Drain).String())
+				p.log.Warn("worker did not end in time: killing it", "pool", pool.Name, "worker", name, "drain", drain.String())
 			}
 			killed = true
 			_ = syscall.Kill(r.PID, syscall.SIGKILL) // one that is gone needs none
@@ -582,7 +629,14 @@ func (p *Provider) Stop(ctx context.Context, pool *scale.Pool, name string) erro
 		}
 	}
 	// What an engine leaves behind would keep its port and its GPU memory.
-	for left := leftovers(r.Token); len(left) > 0; left = leftovers(r.Token) {
+	for {
+		left, err := leftovers(r.Token)
+		if err != nil {
+			return err
+		}
+		if len(left) == 0 {
+			break
+		}
 		for _, pid := range left {
 			_ = syscall.Kill(pid, syscall.SIGKILL)
 			_, _ = syscall.Wait4(pid, nil, syscall.WNOHANG, nil) // process 1 inherits them
@@ -608,7 +662,12 @@ func (p *Provider) tell(ctx context.Context, pool, name string) (*record, error)
 	if err := p.heal(r); err != nil {
 		return nil, err
 	}
-	if !r.Stopping.IsZero() || !p.alive(r) {
+	if !r.Stopping.IsZero() {
+		return r, nil
+	}
+	if alive, err := p.alive(r); err != nil {
+		return nil, err
+	} else if !alive {
 		return r, nil
 	}
 	r.Stopping = time.Now().UTC()
@@ -661,7 +720,9 @@ func (p *Provider) StopAll(ctx context.Context, drain time.Duration) error {
 	errs := make([]error, len(all))
 	var stopping sync.WaitGroup
 	for i, r := range all {
-		stopping.Go(func() { errs[i] = p.Stop(ctx, &scale.Pool{Name: r.Pool, Drain: scale.Duration(drain)}, r.Name) })
+		stopping.Go(func() {
+			errs[i] = p.stop(ctx, &scale.Pool{Name: r.Pool}, r.Name, func(*record) time.Duration { return drain })
+		})
 	}
 	stopping.Wait()
 	return errors.Join(errs...)

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/millrace/millrace/internal/provider"
+	"github.com/millrace/millrace/internal/provider/process"
 )
 
 // edit changes an instance's file, as a crash would have left it.
@@ -126,6 +127,64 @@ func (w *world) engine(pool, name string) int {
 	return pid
 }
 
+func TestTheGPUsOfAnEngineThatOutlivesItsWorkerAreTaken(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.gpus = 1
+	p, pool := w.open(), w.pool("p", "engine")
+	pool.Shape.GPUs = 1
+	if err := p.Start(t.Context(), pool, "a", 1); err != nil {
+		t.Fatal(err)
+	}
+	defer stopAll(t, p)
+	w.engine("p", "a")
+	if err := syscall.Kill(w.pid("p", "a"), syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, func() error {
+		all, err := p.List(t.Context(), pool)
+		if err == nil && (len(all) != 1 || all[0].State != provider.Failed) {
+			err = fmt.Errorf("listed: %+v", all)
+		}
+		return err
+	})
+	if err := p.Start(t.Context(), pool, "b", 2); !errors.Is(err, provider.ErrCapacity) {
+		t.Errorf("a second worker beside the first one's engine: %v", err)
+	}
+	if err := p.Stop(t.Context(), pool, "a"); err != nil {
+		t.Error(err)
+	}
+	if err := p.Start(t.Context(), pool, "b", 1); err != nil {
+		t.Errorf("once nothing is left of the first: %v", err)
+	}
+}
+
+func TestAProcessThatCannotBeLookedAtIsNotTakenForDead(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	file := func(name, env string) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(env), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	for _, test := range []struct {
+		name, path    string
+		there, failed bool
+	}{
+		{name: "the worker's", path: file("ours", "A=b\x00MILLRACE_INSTANCE=token\x00"), there: true},
+		{name: "another one's", path: file("other", "A=b\x00MILLRACE_INSTANCE=tokens\x00")},
+		{name: "one that has ended", path: file("empty", "")},
+		{name: "none", path: filepath.Join(dir, "none")},
+		{name: "an error", path: dir, failed: true},
+	} {
+		if there, err := process.Marked(test.path, "token"); there != test.there || (err != nil) != test.failed {
+			t.Errorf("%s: %v, %v", test.name, there, err)
+		}
+	}
+}
+
 func TestNothingOfAnEngineIsLeft(t *testing.T) {
 	t.Parallel()
 	for name, kill := range map[string]bool{"stopped": false, "failed": true} {
@@ -145,7 +204,7 @@ func TestNothingOfAnEngineIsLeft(t *testing.T) {
 			if err := p.Stop(t.Context(), pool, "a"); err != nil {
 				t.Error(err)
 			}
-			if env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", engine)); err == nil && len(env) > 0 || err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, syscall.ESRCH) {
+			if env, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", engine)); err == nil && len(env) > 0 || err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, os.ErrPermission) && !errors.Is(err, syscall.ESRCH) { // the last two are what some kernels say of one that nobody has waited for
 				t.Errorf("the engine's process %d is left: %v", engine, err)
 			}
 		})

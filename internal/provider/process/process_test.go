@@ -49,11 +49,11 @@ func work(behaviour string) {
 	if err != nil {
 		panic(err)
 	}
-	fmt.Printf("{\"time\":0} %s\n", facts) // as the worker's own log begins
+	fmt.Fprintf(os.Stdout, "{\"time\":0} %s\n", facts) // as the worker's own log begins
 	switch behaviour {
 	case "broken":
-		fmt.Println("secret: " + os.Getenv("MILLRACE_NATS_URL") + " " + os.Getenv("TOKEN"))
-		fmt.Println("CUDA error: out of memory")
+		fmt.Fprintln(os.Stdout, "secret: "+os.Getenv("MILLRACE_NATS_URL")+" "+os.Getenv("TOKEN"))
+		fmt.Fprintln(os.Stdout, "CUDA error: out of memory")
 		os.Exit(3)
 	case "busy":
 		<-told
@@ -76,7 +76,7 @@ func work(behaviour string) {
 		if err := engine.Start(); err != nil {
 			panic(err)
 		}
-		fmt.Printf("engine=%d\n", engine.Process.Pid)
+		fmt.Fprintf(os.Stdout, "engine=%d\n", engine.Process.Pid)
 	}
 	<-told
 	os.Exit(0)
@@ -158,7 +158,7 @@ func (w *world) facts(pool *scale.Pool, name string) (args, env []string) {
 // eventually tries f until it returns nil: nobody tells what other processes do.
 func eventually(t *testing.T, f func() error) {
 	t.Helper()
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) { //nolint:forbidigo // as it says
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
 		err := f()
 		if err == nil {
 			return
@@ -267,6 +267,41 @@ func TestAWorkerIsDetachedFromTheAutoscalersSession(t *testing.T) {
 	pid := w.pid("p", "a")
 	if group, err := syscall.Getpgid(pid); err != nil || group != pid {
 		t.Errorf("process %d is of the group %d: %v", pid, group, err)
+	}
+}
+
+func TestAWorkerHasTheDrainThatItWasStartedWith(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p, pool := w.open(), w.pool("p", "stubborn")
+	pool.Drain = scale.Duration(300 * time.Millisecond)
+	if err := p.Start(t.Context(), pool, "a", 1); err != nil {
+		t.Fatal(err)
+	}
+	w.facts(pool, "a") // it heeds no signal any more
+	pool.Drain = scale.Duration(time.Millisecond)
+	begun := time.Now()
+	if err := w.open().Stop(t.Context(), pool, "a"); err != nil {
+		t.Fatal(err)
+	}
+	if took := time.Since(begun); took < 300*time.Millisecond {
+		t.Errorf("it was killed after %v", took)
+	}
+}
+
+func TestAStartThatFailsLeavesNothingBehind(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	p, err := process.New(process.Config{Dir: w.dir, Binary: filepath.Join(w.dir, "none")}, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer p.Close()
+	if err := p.Start(t.Context(), w.pool("p", "plain"), "a", 1); err == nil {
+		t.Error("a program that is not there was started")
+	}
+	if left, err := os.ReadDir(filepath.Join(w.dir, "p")); err != nil || len(left) > 0 {
+		t.Errorf("there are %v, %v", left, err)
 	}
 }
 

@@ -117,7 +117,7 @@ func (s *suite) clear(pool *scale.Pool) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience) // the test's own has ended
 	defer cancel()
 	p := s.f.Open(s.T)
-	defer p.Close() //nolint:errcheck // it held nothing
+	defer p.Close()
 	all, err := p.List(ctx, pool)
 	if err != nil {
 		s.Errorf("listing what is left: %v", err)
@@ -194,7 +194,7 @@ func (s *suite) await(p provider.Provider, pool *scale.Pool, state provider.Stat
 		if time.Now().After(deadline) {
 			s.Fatalf("waiting for %d that are %s: %+v", n, state, all)
 		}
-		time.Sleep(10 * time.Millisecond) //nolint:forbidigo // nobody tells when another process is there
+		time.Sleep(10 * time.Millisecond) // nobody tells when another process is there
 	}
 }
 
