@@ -51,10 +51,11 @@ const (
 	countSlack = 0.25
 	// countedLook is how often it is looked whether what an engine has computed since its last reading makes room.
 	countedLook = 10 * time.Millisecond
-	// An engine's places are as many as before where they differ by samePlaces at most, and known after placesTaken readings. What was learned of them counts for placesHold. One of sparePart places is not for batch work.
+	// An engine's places are as many as before where they differ by samePlaces at most, and known after placesTaken readings. After placesHold it is tried whether there are more, and half as often after each try in vain, down to once in mostHold. One of sparePart places is not for batch work.
 	samePlaces  = 1
 	placesTaken = 2
 	placesHold  = 5 * time.Second
+	mostHold    = 5 * time.Minute
 	sparePart   = 32
 	// linedPart: so small a part of what an engine runs may wait in it besides.
 	linedPart = 8
@@ -92,6 +93,8 @@ type Scheduler struct {
 	foreign   float64 // tokens that the engine holds and the ledger does not know
 	waited    int     // readings in a row with requests waiting that nothing explains
 	places    int     // sequences that the engine runs at once, as seen by others' waiting inside it; 0 is unknown
+	found     int     // places as they were seen; places is more while it is tried whether there are
+	hold      time.Duration
 	placedAt  time.Time
 	taken     int     // readings in a row at which all places seemed taken
 	since     int     // sequences started since the last reading, less those ended
@@ -266,8 +269,14 @@ func (s *Scheduler) countPlaces(now time.Time, r Reading) {
 	}
 	switch {
 	case s.taken >= placesTaken:
-		s.places, s.placedAt = r.Running, now
-	case s.places > 0 && now.Sub(s.placedAt) >= placesHold: // there may be more by now
+		switch {
+		case s.found == 0 || r.Running > s.found+samePlaces:
+			s.hold = placesHold
+		case s.places > s.found: // it was tried in vain
+			s.hold = min(2*s.hold, mostHold)
+		}
+		s.places, s.found, s.placedAt = r.Running, r.Running, now
+	case s.places > 0 && now.Sub(s.placedAt) >= s.hold: // there may be more by now
 		s.places += max(1, s.places/16)
 		s.placedAt = now
 	}
