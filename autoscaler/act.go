@@ -177,7 +177,7 @@ func (k *keeper) failed(now time.Time, w *worker, why string) {
 	k.learned.failStart(now, why, k.a.timing)
 	k.a.metrics.failedStarts.WithLabelValues(k.name()).Inc()
 	k.a.log.Warn("a start failed", "pool", k.name(), "worker", w.Name, "reason", why, "in_a_row", k.learned.Failures, "next", k.learned.RetryAt)
-	if before < giveUp && k.learned.Failures >= giveUp {
+	if before < scale.GiveUp && k.learned.Failures >= scale.GiveUp {
 		k.a.log.Error("the pool is unavailable: its starts fail", "pool", k.name(), "reason", why)
 	}
 }
@@ -293,7 +293,7 @@ func (k *keeper) start(ctx context.Context, now time.Time, w *worker, fresh bool
 		return true
 	case w.tries > 0 && now.Before(k.learned.RetryAt):
 		return true
-	case k.learned.Failures >= giveUp && k.others(w):
+	case k.learned.Failures >= scale.GiveUp && k.others(w):
 		return true // one is tried alone
 	}
 	// This changes nothing, but makes sure that this process leads.
@@ -376,7 +376,7 @@ func (k *keeper) started(ctx context.Context, now time.Time, w *worker, err erro
 		// It does not help to try soon. A change of the pool is tried at once.
 		w.gone, w.dead = true, true
 		k.drop(ctx, w)
-		k.learned.Failures, k.learned.Waves = max(k.learned.Failures, giveUp-1), 0
+		k.learned.Failures, k.learned.Waves = max(k.learned.Failures, scale.GiveUp-1), 0
 		k.failed(now, w, err.Error())
 		k.learned.RetryAt = now.Add(k.a.timing.lastRetry)
 	case ctx.Err() != nil:
@@ -503,7 +503,7 @@ func (k *keeper) act(ctx context.Context, now time.Time, d *scale.Decision) {
 	switch {
 	case now.Before(k.learned.RetryAt) || now.Before(k.learned.RoomAt) && k.learned.Limit == 0:
 		return
-	case k.learned.Failures >= giveUp:
+	case k.learned.Failures >= scale.GiveUp:
 		n = min(n, 1)
 		if countStates(d.Sample.Workers)[scale.Starting] > 0 {
 			return
@@ -650,7 +650,7 @@ func (k *keeper) remove(ctx context.Context, now time.Time) bool {
 // givenUp tells whether all that is left could not be stopped, again and again: a platform that ends does not wait for that.
 func (k *keeper) givenUp() bool {
 	for _, w := range k.workers {
-		if w.tries < giveUp {
+		if w.tries < scale.GiveUp {
 			return false
 		}
 	}

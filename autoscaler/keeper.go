@@ -20,9 +20,6 @@ import (
 	"github.com/millrace/millrace/internal/scale"
 )
 
-// giveUp is how many starts fail in a row until the pool counts as unavailable, and only one start at a time is tried. scale.Decide has the same.
-const giveUp = 3
-
 // wish is how a pool shall be: nil if it was removed.
 type wish struct{ pool *scale.Pool }
 
@@ -542,9 +539,8 @@ func (k *keeper) measure(waiting map[job.Class]scale.Amount) {
 
 // history is what came before.
 func (k *keeper) history(now time.Time) scale.History {
-	h := k.memory.Past(k.season)
-	h.Recent, _ = k.a.traffic.last(now, k.pool.Models)
-	return h
+	recent, _ := k.a.traffic.last(now, k.pool.Models)
+	return k.memory.History(recent, k.season)
 }
 
 // note remembers what a decision says of the demand.
@@ -667,7 +663,7 @@ func (k *keeper) tell(now time.Time, d *scale.Decision) {
 		}
 	}
 	info.Desired = max(info.Desired, d.Want)
-	if k.learned.Failures >= giveUp {
+	if k.learned.Failures >= scale.GiveUp {
 		info.Unavailable, info.RetryAt = k.learned.Failure, seconds(k.learned.RetryAt)
 	}
 	if k.provider == nil {

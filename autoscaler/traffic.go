@@ -11,8 +11,6 @@ import (
 )
 
 const (
-	// recentFor is how far back scale.History.Recent goes.
-	recentFor = 10 * time.Minute
 	// settled is how long after its end a second is not added to any more: heartbeats come each second and tell of the second before.
 	settled = 1500 * time.Millisecond
 	// longestGap is the longest silence of an API over which what came in meanwhile is spread. After a longer one nobody knows when it came.
@@ -171,7 +169,7 @@ func share(from, to time.Time, length time.Duration, add func(n int64, part floa
 
 // forget drops what nobody asks for any more.
 func (t *traffic) forget(now time.Time) {
-	oldest := bucketOf(now.Add(-recentFor-2*scale.Bucket), time.Second)
+	oldest := bucketOf(now.Add(-scale.RecentFor-2*scale.Bucket), time.Second)
 	for m, buckets := range t.recent {
 		for n := range buckets {
 			if n < oldest {
@@ -200,7 +198,7 @@ func (t *traffic) last(now time.Time, models []job.Model) (full []scale.Arrivals
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	end := bucketOf(now.Add(-settled), time.Second) // the first that is not full
-	first := max(end-int64(recentFor/time.Second), bucketOf(t.since, time.Second)+1)
+	first := max(end-int64(scale.RecentFor/time.Second), bucketOf(t.since, time.Second)+1)
 	var seconds []scale.Arrivals
 	var all, told arrived // a second may have a share of a job: what it is short of when it is told, the next ones make up for
 	for n := first; n < end; n++ {

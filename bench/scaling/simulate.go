@@ -60,6 +60,7 @@ type simulation struct {
 	head     int // of queue
 	lines    int // of the batch that have not begun
 	memory   scale.Memory
+	recorder recorder
 	arrived  []float64
 	recorded []scale.Arrivals
 	season   *scale.Season
@@ -270,7 +271,7 @@ func (s *simulation) arrive(i int) {
 	tokens := r.expected()
 	s.bucketUp()
 	s.arrived[len(s.arrived)-1] += float64(tokens)
-	s.memory.Arrive(s.time(), scale.Amount{Jobs: 1, Tokens: tokens}, float64(tokens)*float64(tokens))
+	s.recorder.arrive(s.time(), scale.Amount{Jobs: 1, Tokens: tokens}, float64(tokens)*float64(tokens))
 	var best *worker
 	if s.head == len(s.queue) {
 		for _, w := range s.workers {
@@ -432,12 +433,12 @@ func (s *simulation) observe() *view {
 	if v.queue+v.running > 0 {
 		s.memory.Asked(now)
 	}
-	s.memory.Advance(now)
-	if ended := s.memory.TakeSeason(); len(ended) > 0 && s.trace.days {
+	s.recorder.advance(now)
+	if ended := s.recorder.takeSeason(); len(ended) > 0 && s.trace.days {
 		s.recorded = append(s.recorded, ended...)
 		s.season = scale.Learn(s.recorded, now, time.UTC)
 	}
-	v.History = s.memory.History(now, s.season)
+	v.History = s.memory.History(s.recorder.bucketed(now), s.season)
 	return v
 }
 

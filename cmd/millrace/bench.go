@@ -169,10 +169,8 @@ processes of their own and Millrace's whole path, within four minutes.`,
 			if err != nil {
 				return err
 			}
-			if plot != "" {
-				if err := writePlot(plot, r.Plot); err != nil {
-					return err
-				}
+			if err := writePlot(plot, r.Plot); err != nil {
+				return err
 			}
 			if out.json() {
 				return printJSON(p.out, r)
@@ -196,8 +194,11 @@ processes of their own and Millrace's whole path, within four minutes.`,
 	return cmd
 }
 
-// writePlot has draw write a picture into a file.
+// writePlot has draw write a picture into a file; "" is no picture.
 func writePlot(name string, draw func(w io.Writer) error) (err error) {
+	if name == "" {
+		return nil
+	}
 	f, err := os.Create(name)
 	if err != nil {
 		return fmt.Errorf("creating the plot: %w", err)

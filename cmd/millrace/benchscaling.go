@@ -44,10 +44,8 @@ Workers take 45 s to start.`,
 			if err != nil {
 				return err
 			}
-			if plot != "" {
-				if err := writePlot(plot, r.Plot); err != nil {
-					return err
-				}
+			if err := writePlot(plot, r.Plot); err != nil {
+				return err
 			}
 			if out.json() {
 				return printJSON(p.out, r)

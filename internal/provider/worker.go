@@ -109,9 +109,11 @@ func Clean(text string, p *scale.Pool, join Join) string {
 		for part := range strings.SplitSeq(value, ",") {
 			add(part)
 			if u, err := url.Parse(part); err == nil && u.User != nil {
-				password, _ := u.User.Password()
-				add(password)
-				add(u.User.Username())
+				if password, ok := u.User.Password(); ok {
+					add(password)
+				} else { // a token
+					add(u.User.Username())
+				}
 			}
 		}
 	}

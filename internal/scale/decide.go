@@ -11,8 +11,6 @@ import (
 )
 
 const (
-	// giveUp is how many starts may fail in a row until only one at a time is tried.
-	giveUp = 3
 	// quiet is how long a worker must have been idle to be taken away, if the pool is not quicker.
 	quiet = 10 * time.Second
 	// crumb is the share of a worker that must be usual at a time for an empty pool to be made ready for it.
@@ -24,6 +22,9 @@ const (
 	// horizonMargin is added to a cold start: the decision, the order, and the first jobs.
 	horizonMargin = 10 * time.Second
 )
+
+// GiveUp is how many starts fail in a row until a pool counts as unavailable, and only one start at a time is tried.
+const GiveUp = 3
 
 // Decide says what to do about a pool. It is pure: the same arguments give the same decision.
 //
@@ -285,7 +286,7 @@ func (d *Decision) start(c counts) {
 		d.Action, d.Reason = Unavailable, fmt.Sprintf("%s; but %s failed, the last with %q: the next is tried at %s", why, starts(s.Failures), s.Failure, s.RetryAt.UTC().Format(time.TimeOnly))
 		return
 	}
-	if s.Failures >= giveUp {
+	if s.Failures >= GiveUp {
 		if c.starting > 0 {
 			d.Action, d.Reason = Unavailable, fmt.Sprintf("%s; but %s failed, the last with %q: one is tried alone", why, starts(s.Failures), s.Failure)
 			return

@@ -435,7 +435,7 @@ func TestTimeOfWhichNothingIsKnownIsNotQuiet(t *testing.T) {
 	s := aSample(some(5, scale.Ready, time.Hour, 0)...)
 	look := func(unknown string) scale.Decision {
 		s.Now, s.Unknown = at, unknown
-		d := scale.Decide(s, m.History(at, nil), p)
+		d := scale.Decide(s, m.History(nil, nil), p)
 		if unknown == "" {
 			m.Decided(at, d.Needed, d.Forecast.Trend, time.Minute)
 		}

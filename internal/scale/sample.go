@@ -99,8 +99,11 @@ type History struct {
 	LastDemand time.Time
 }
 
-// Bucket is how long one entry of History.Recent lasts.
-const Bucket = 5 * time.Second
+// Bucket is how long one entry of History.Recent lasts, RecentFor how far back they go.
+const (
+	Bucket    = 5 * time.Second
+	RecentFor = 10 * time.Minute
+)
 
 // Wanted is how many workers were needed at a moment.
 type Wanted struct {
