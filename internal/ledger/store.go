@@ -122,11 +122,25 @@ func (s *Store) knock(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	err := s.writer.PingContext(ctx)
+	// Of two that make a file's log at once one is turned away without having waited.
+	for busy(err) && ctx.Err() == nil {
+		select {
+		case <-time.After(10 * time.Millisecond):
+			err = s.writer.PingContext(ctx)
+		case <-ctx.Done():
+		}
+	}
 	var pg *pgconn.PgError
 	if errors.As(err, &pg) && (strings.HasPrefix(pg.Code, "28") || pg.Code == "3D000") { // who we are, or which database
 		return fmt.Errorf("opening the database: it refuses: %s (%s): check user, password and name in the database URL", pg.Message, pg.Code)
 	}
 	return s.failed(ctx, "opening the database", err)
+}
+
+// busy tells whether SQLite's file is another's at the moment.
+func busy(err error) bool {
+	var lite *sqlite.Error
+	return errors.As(err, &lite) && lite.Code()&0xff == codeBusy
 }
 
 func (s *Store) usePostgres(cfg Config) error {
