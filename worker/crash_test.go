@@ -181,8 +181,9 @@ func TestPoisonEndsAndTakesNobodyAlong(t *testing.T) {
 		bystanders = append(bystanders, e.submit(e.job(chat(fmt.Sprintf("bystander %d [[emulator:hang-after=1,times=1]]", len(bystanders)), ""), withEvents)))
 	}
 	poison := e.submit(e.job(chat("poison [[emulator:hang]]", ""), withEvents))
+	alone := func(c *workerConfig) { c.alone = patience } // no suspect is slow because of the machine
 	for n := range 3 {
-		p := e.work(eng.URL)
+		p := e.work(eng.URL, alone)
 		e.until("the poison is called", func() bool { return calls.of(string(poison.ID)) == n+1 })
 		for _, j := range bystanders {
 			if n == 0 {
@@ -198,7 +199,7 @@ func TestPoisonEndsAndTakesNobodyAlong(t *testing.T) {
 			}
 		}
 	}
-	e.work(eng.URL)
+	e.work(eng.URL, alone)
 	if rec := e.await(poison); rec.State != job.Failed || rec.Outcome.Error.CodeOf() != job.CodeWorkerCrashed || rec.Deaths != 3 || len(rec.Outcome.Attempts) != 4 {
 		t.Errorf("record %+v", rec)
 	}

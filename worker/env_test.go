@@ -386,6 +386,7 @@ type workerConfig struct {
 	worker.Config
 	engine engine.Config
 	gpus   worker.GPUs
+	alone  time.Duration // that a suspect starts alone, if not the usual
 	log    *slog.Logger
 }
 
@@ -415,6 +416,9 @@ func (e *env) start(url string, change ...func(*workerConfig)) *process {
 		Queue: p.queue, Blobs: p.blobs, Results: p.results, Cluster: p.cluster, Relay: p.relay, Engine: p.engine, Registerer: p.reg, Log: c.log, GPUs: c.gpus,
 	})
 	e.ok(err)
+	if c.alone > 0 {
+		p.StartAlone(c.alone)
+	}
 	ctx, stop := context.WithCancel(context.Background())
 	p.stop = stop
 	go func() { p.ended <- p.Run(ctx) }()

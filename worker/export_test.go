@@ -1,6 +1,13 @@
 package worker
 
-import "github.com/millrace/millrace/internal/job"
+import (
+	"time"
+
+	"github.com/millrace/millrace/internal/job"
+)
+
+// StartAlone has a suspect keep others from starting for so long. It is for before Run.
+func (w *Worker) StartAlone(d time.Duration) { w.alone = d }
 
 // Preempt stops the attempt at a job as the scheduler does for one of a higher class.
 func (w *Worker) Preempt(id job.ID) { w.stop(id, errPreempted) }

@@ -43,6 +43,6 @@ func (a *attempt) leaveSoon(leave func()) (stop func()) {
 	if a.claim.Charged >= a.w.cfg.MaxAttempts-1 || a.claim.Deaths >= a.w.cfg.MaxDeaths-1 {
 		return func() {}
 	}
-	t := time.AfterFunc(suspectAlone, leave)
+	t := time.AfterFunc(a.w.alone, leave)
 	return func() { t.Stop() }
 }

@@ -47,6 +47,7 @@ type Worker struct {
 	yields      atomic.Int64
 	doubts      chan doubt    // the engine should be looked at now
 	suspects    chan struct{} // holds one element while a suspect starts
+	alone       time.Duration // suspectAlone, but in tests
 	health      health
 	shape       shape
 	probes      singleflight.Group
@@ -87,7 +88,7 @@ func New(cfg Config, deps Deps) (*Worker, error) {
 	w := &Worker{
 		cfg: cfg, deps: deps, id: id, host: host, log: log, begun: time.Now(), since: time.Now(),
 		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: log},
-		doubts:  make(chan doubt, 1), suspects: make(chan struct{}, 1), binds: make(chan []binding, maxBinds), state: cluster.Starting, reason: "the engine has not answered yet",
+		doubts:  make(chan doubt, 1), suspects: make(chan struct{}, 1), alone: suspectAlone, binds: make(chan []binding, maxBinds), state: cluster.Starting, reason: "the engine has not answered yet",
 		models: map[job.Model]*served{}, attempts: map[job.ID]context.CancelCauseFunc{},
 	}
 	var err error

@@ -33,6 +33,8 @@ type Config struct {
 const (
 	// opTimeout bounds one method, retries included, so that a store that hangs is noticed well before the callers' five seconds.
 	opTimeout = 3 * time.Second
+	// beginTimeout bounds opening, which may send all scripts.
+	beginTimeout = 10 * time.Second
 	// longestDeadline of any job. Lists forget what is older than that and the retention.
 	longestDeadline = 7 * 24 * time.Hour
 	// heldTTL is longer than any attempt may run.
@@ -100,7 +102,7 @@ func (c Config) withDefaults() (Config, error) {
 
 // begin does what must succeed before the store is used.
 func (s *Store) begin(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, opTimeout)
+	ctx, cancel := context.WithTimeout(ctx, beginTimeout)
 	defer cancel()
 	if err := s.readTime(ctx); err != nil {
 		return wrap(err, "reading its clock")
@@ -114,23 +116,24 @@ func (s *Store) begin(ctx context.Context) error {
 	return nil
 }
 
-// loadScripts loads all scripts: on a single server in one round trip, on a cluster one by one on each of its nodes.
+// loadScripts loads the scripts that a node does not know.
 func (s *Store) loadScripts(ctx context.Context) error {
-	if s.isCluster {
-		for _, sc := range scripts {
-			if err := sc.Load(ctx, s.db).Err(); err != nil {
+	hashes := make([]string, len(scripts))
+	for i, sc := range scripts {
+		hashes[i] = sc.Hash()
+	}
+	known, err := s.db.ScriptExists(ctx, hashes...).Result()
+	if err != nil {
+		return err
+	}
+	for i, sc := range scripts {
+		if !known[i] {
+			if err := s.db.ScriptLoad(ctx, sc.text).Err(); err != nil {
 				return err
 			}
 		}
-		return nil
 	}
-	_, err := s.db.Pipelined(ctx, func(p redis.Pipeliner) error {
-		for _, sc := range scripts {
-			p.ScriptLoad(ctx, sc.text) // Script.Load would take the answer, which is not there yet, for the script's hash
-		}
-		return nil
-	})
-	return err
+	return nil
 }
 
 // checkPolicy refuses servers that may drop keys when memory runs out: a record that vanishes silently is worse than a write that is refused.
