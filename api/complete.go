@@ -46,7 +46,7 @@ func (s *Server) complete(endpoint job.Endpoint) echo.HandlerFunc {
 		}
 		j := job.Job{
 			Tenant: tenantOf(c), Model: r.model, Endpoint: endpoint, Class: class, Group: job.NoGroup, Stream: r.stream,
-			RunTimeout: job.Millis(s.cfg.DefaultRunTimeout.Milliseconds()), Cost: job.EstimateCost(o, int64(len(body))), BodySize: int64(len(body)),
+			RunTimeout: job.Millis(s.cfg.DefaultRunTimeout.Milliseconds()), Cost: job.EstimateCost(o, body), BodySize: int64(len(body)),
 		}
 		if h := c.Request().Header.Get(headerPriority); h != "" {
 			if j.Class, err = job.ParseClass(h); err != nil {

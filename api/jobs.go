@@ -132,7 +132,7 @@ func (s *Server) parseJob(o *job.Object) (*submission, *request, error) {
 	if j.Metadata, err = metadataField(o); err != nil {
 		return nil, nil, err
 	}
-	j.Model, j.Cost, j.BodySize = r.model, job.EstimateCost(inner, int64(len(raw))), int64(len(raw))
+	j.Model, j.Cost, j.BodySize = r.model, job.EstimateCost(inner, raw), int64(len(raw))
 	sub.job = j
 	return sub, r, nil
 }

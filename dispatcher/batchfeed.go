@@ -246,7 +246,7 @@ func (s *lineSupply) jobs(ctx context.Context, c job.Class, chunk []entry) ([]qu
 		m.Body = body
 		m.Job = job.Job{
 			ID: job.LineID(row.ID, chunk[i].Line), Tenant: row.Tenant, Model: s.model, Endpoint: row.Endpoint, Class: c, Group: row.ID, Created: now, Expires: row.Expires,
-			RunTimeout: job.Millis(s.r.v.d.cfg.BatchRunTimeout.Milliseconds()), Cost: job.EstimateCost(o, int64(len(body))), BodySize: int64(len(body)),
+			RunTimeout: job.Millis(s.r.v.d.cfg.BatchRunTimeout.Milliseconds()), Cost: job.EstimateCost(o, body), BodySize: int64(len(body)),
 			APIKey: row.Key, Line: chunk[i].Line, CustomID: id,
 		}
 		if len(body) > blob.Threshold {

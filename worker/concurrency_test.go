@@ -89,7 +89,7 @@ func costed(t testing.TB, body string) func(*job.Job) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return func(j *job.Job) { j.Cost = job.EstimateCost(o, int64(len(body))) }
+	return func(j *job.Job) { j.Cost = job.EstimateCost(o, []byte(body)) }
 }
 
 // TestAnswersWithoutALimitRunSideBySide: an answer without a limit, or one that allows all the context, is expected to be of common length: so as many run as will fit, not one, and not so many that the engine must preempt. A low limit lets

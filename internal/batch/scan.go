@@ -249,7 +249,7 @@ func (s *scan) checkBody(l *Line) *problem {
 		return p
 	}
 	s.bounds.Fields = b.bounds(s.bounds.Fields[:0])
-	l.Cost = job.EstimateCost(&s.bounds, int64(len(l.Body)))
+	l.Cost = job.EstimateCost(&s.bounds, l.Body)
 	l.Tokens = (&job.Job{Endpoint: e, Cost: l.Cost}).Expected()
 	l.prompt = [...][]byte{b.tools, b.instructions, b.prompt}
 	if e == job.Embeddings {

@@ -407,7 +407,7 @@ func TestCostsAreThoseOfTheCalls(t *testing.T) {
 		if err != nil || len(got.Good) != 1 {
 			t.Fatal(err, briefs(got))
 		}
-		want := job.EstimateCost(o, int64(len(c.body)))
+		want := job.EstimateCost(o, []byte(c.body))
 		if l := got.Good[0]; l.Cost != want || l.Tokens != (&job.Job{Endpoint: c.endpoint, Cost: want}).Expected() || got.Tokens != l.Tokens {
 			t.Errorf("%s: %+v, want %+v", c.body, l, want)
 		}
@@ -546,7 +546,7 @@ func FuzzScan(f *testing.F) {
 			if err := json.Unmarshal(raw, &v); err != nil {
 				t.Fatal(err)
 			}
-			if o, err = job.ParseObject(body); err != nil || l.Cost != job.EstimateCost(o, int64(len(body))) {
+			if o, err = job.ParseObject(body); err != nil || l.Cost != job.EstimateCost(o, body) {
 				t.Fatalf("line %d: %+v %v", l.Number, l.Cost, err)
 			}
 		}

@@ -79,10 +79,11 @@ const (
 	CodeFileBytes         Code = "file_bytes_limit"
 
 	// Of pools.
-	CodePoolNotFound Code = "pool_not_found"
-	CodePoolExists   Code = "pool_already_exists"
-	CodePoolFromFile Code = "pool_from_file"
-	CodeModelTaken   Code = "model_of_another_pool"
+	CodePoolNotFound  Code = "pool_not_found"
+	CodePoolExists    Code = "pool_already_exists"
+	CodePoolFromFile  Code = "pool_from_file"
+	CodeModelTaken    Code = "model_of_another_pool"
+	CodeWorkloadTaken Code = "workload_of_another_pool"
 )
 
 // The types of errors, as the OpenAI API names them.

@@ -1,6 +1,7 @@
 package job
 
 import (
+	"bytes"
 	"encoding/json"
 	"math"
 	"strconv"
@@ -15,10 +16,14 @@ const DefaultOutput Tokens = 256
 // MaxBytesPerToken is a bound that no real tokenizer reaches over a whole prompt: what does not fit at this ratio surely does not fit.
 const MaxBytesPerToken = 16
 
-// EstimateCost returns what a request will need of an engine's KV cache, from its fields and the length of its body in bytes.
+// MediaTokens is what a picture, a sound or a file in a request's body counts for, whatever its size in bytes: about what a picture of a megapixel takes of most models.
+const MediaTokens Tokens = 1024
+
+// EstimateCost returns what a request will need of an engine's KV cache, from its fields and its body.
 // A limit that is not a positive whole number counts as none: the engine will refuse it.
-func EstimateCost(o *Object, size int64) Cost {
-	c := Cost{Prompt: Tokens((size + BytesPerToken - 1) / BytesPerToken), Answers: 1}
+func EstimateCost(o *Object, body []byte) Cost {
+	media, encoded := mediaIn(body)
+	c := Cost{Prompt: Tokens((len(body)-encoded+BytesPerToken-1)/BytesPerToken) + Tokens(media)*MediaTokens, Answers: 1}
 	c.Output = Tokens(positive(o.Get("max_completion_tokens")))
 	for _, name := range []string{"max_tokens", "max_output_tokens"} { // the latter is the Responses API's
 		if c.Output == 0 {
@@ -29,6 +34,38 @@ func EstimateCost(o *Object, size int64) Cost {
 		c.Answers = int(min(n, math.MaxInt32))
 	}
 	return c
+}
+
+// mediaIn finds what stands in a body as base64, in data URLs and under "data" as sound does: how many there are, and how many bytes they take. What is too short to be worth its MediaTokens counts as text.
+func mediaIn(body []byte) (n, size int) {
+	for {
+		_, rest, found := bytes.Cut(body, []byte(`"data`))
+		if !found {
+			return n, size
+		}
+		body = rest
+		if field, ok := bytes.CutPrefix(rest, []byte(`"`)); ok {
+			field, ok = bytes.CutPrefix(bytes.TrimLeft(field, " \t\r\n"), []byte(":"))
+			field = bytes.TrimLeft(field, " \t\r\n")
+			if !ok || !bytes.HasPrefix(field, []byte(`"`)) {
+				continue
+			}
+			rest = field[1:]
+		} else {
+			const head = 128 // a media type and its parameters
+			i := bytes.Index(rest[:min(len(rest), head)], []byte(";base64,"))
+			if i < 0 {
+				continue
+			}
+			rest = rest[i+len(";base64,"):]
+		}
+		length := max(0, bytes.IndexByte(rest, '"'))
+		if Tokens(length) > MediaTokens*BytesPerToken {
+			n++
+			size += length
+		}
+		body = rest[length:]
+	}
 }
 
 // LeastPrompt is the least number of prompt tokens that a body of size bytes can hold.

@@ -53,8 +53,35 @@ func TestEstimateCostReadsBothLimits(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if diff := cmp.Diff(want, job.EstimateCost(o, int64(len(body)))); diff != "" {
+		if diff := cmp.Diff(want, job.EstimateCost(o, []byte(body))); diff != "" {
 			t.Errorf("%s: %s", body, diff)
+		}
+	}
+}
+
+// TestEstimateCostCountsMediaByTheirNumber: a picture of a megabyte is no prompt of a quarter of a million tokens.
+func TestEstimateCostCountsMediaByTheirNumber(t *testing.T) {
+	t.Parallel()
+	long, short := strings.Repeat("A", 1<<20), strings.Repeat("A", 100)
+	for name, c := range map[string]struct {
+		body  string
+		media job.Tokens
+		text  int // bytes
+	}{
+		"pictures":             {`[{"url":"data:image/png;base64,` + long + `"},{"url":"data:image/jpeg;charset=x;base64,` + long + `"}]`, 2, 77},
+		"a sound":              {`{"input_audio":{"data" : "` + long + `","format":"wav"}}`, 1, 44},
+		"a small one":          {`{"url":"data:image/png;base64,` + short + `"}`, 0, 132},
+		"a URL":                {`{"url":"https://example.com/` + long + `"}`, 0, 28 + 1<<20 + 2},
+		"a text":               {`{"text":"the data: image/png;base64,` + long + `"}`, 0, 37 + 1<<20 + 2},
+		"a text of that name":  {`{"data":["` + long + `"]}`, 0, 10 + 1<<20 + 3},
+		"one that is cut off":  {`{"url":"data:image/png;base64,` + long, 0, 30 + 1<<20},
+		"names that begin so":  {`{"database":"` + long + `","dataset":1}`, 0, 13 + 1<<20 + 15},
+		"a name and no value":  {`{"data"`, 0, 7},
+		"a mark and no string": {`{"url":"data:`, 0, 13},
+	} {
+		got := job.EstimateCost(&job.Object{}, []byte(c.body)).Prompt
+		if want := c.media*job.MediaTokens + job.Tokens((c.text+job.BytesPerToken-1)/job.BytesPerToken); got != want {
+			t.Errorf("%s: %d tokens, want %d", name, got, want)
 		}
 	}
 }
