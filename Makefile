@@ -13,7 +13,7 @@ export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 RACE ?= ./api/... ./autoscaler/... ./dispatcher/... ./worker/... ./internal/...
 
 # Tests behind a build tag need a server that `make test` does not bring; the checkers read them all the same.
-TAGS := compose,engine
+TAGS := compose,engine,kubernetes
 
 .DEFAULT_GOAL := help
 
@@ -21,7 +21,7 @@ TAGS := compose,engine
 help: ## List the targets
 	@[ -t 1 ] && { b=$$(printf '\033[1m'); n=$$(printf '\033[0m'); }; \
 	awk -F ':.*## ' -v b="$$b" -v n="$$n" \
-	  '/^## ---/ {gsub(/## -+ | -+$$/, ""); printf "\n%s\n", $$0} /^[a-z-]+:.*## / {printf "  %smake %-13s%s %s\n", b, $$1, n, $$2}' $(MAKEFILE_LIST)
+	  '/^## ---/ {gsub(/## -+ | -+$$/, ""); printf "\n%s\n", $$0} /^[a-z-]+:.*## / {printf "  %smake %-16s%s %s\n", b, $$1, n, $$2}' $(MAKEFILE_LIST)
 
 ## --- try it ---
 
@@ -87,6 +87,11 @@ compose-test: ## Bring compose.yaml up, run jobs through restarts of its parts, 
 engine-test: ## Run against a real engine: make engine-test ENGINE_URL=http://127.0.0.1:11434
 	@[ -n "$(ENGINE_URL)" ] || { echo "make engine-test ENGINE_URL=http://127.0.0.1:11434"; exit 2; }
 	ENGINE_URL=$(ENGINE_URL) $(GO) test -tags=engine -count=1 -timeout=10m -v ./test/engine
+
+.PHONY: kubernetes-test
+kubernetes-test: ## Run the Kubernetes provider in namespaces of a real cluster: make kubernetes-test KUBECONFIG=FILE
+	@[ -n "$(KUBECONFIG)" ] || { echo "make kubernetes-test KUBECONFIG=FILE: it makes namespaces millrace-test-… in that cluster, and removes them"; exit 2; }
+	KUBECONFIG=$(abspath $(KUBECONFIG)) $(GO) test -tags=kubernetes -run='^TestCluster' -count=1 -timeout=20m -v ./internal/provider/kubernetes
 
 .PHONY: soak
 soak: test-deps ## Run the end-to-end tests over and over, and those that take long: make soak N=100

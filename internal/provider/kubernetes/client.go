@@ -339,6 +339,8 @@ func (w *workload) explain(doing, object string, resource schema.GroupResource, 
 	}
 	at := w.namespace + "/" + object
 	switch {
+	case apierrors.IsUnauthorized(err): // which new credentials mend, without a change of the pool
+		return fmt.Errorf("%s %s: the API server does not accept the credentials: has the kubeconfig's token expired, or was the ServiceAccount removed? %w", doing, at, err)
 	case apierrors.IsForbidden(err):
 		return fmt.Errorf("%w: %s %s: the autoscaler's Role in namespace %s needs apiGroups [%q], resources [%q], verbs [%q]: %w", provider.ErrInvalid, doing, at, w.namespace, resource.Group, name, verb, err)
 	case apierrors.IsNotFound(err) && resource != podResource.GroupResource():

@@ -25,15 +25,17 @@ import (
 // world is an API server of Kubernetes with its controllers and one kubelet, as far as the provider uses them. It keeps their rules: writes of what has changed since are refused, a ReplicaSet's controller chooses pods as the real one does, a StatefulSet's
 // takes the highest ordinal; and both act some time after the number has changed.
 type world struct {
-	url, authority string
+	server *httptest.Server
 
 	mu        sync.Mutex // guards what is below
 	version   int
 	workloads map[string]*load // by resource and name
 	pods      map[string]*fakePod
 	denied    map[string]bool // verbs with resources, as "update deployments/scale"
+	extended  bool            // it has LeaderWorkerSets
 	paused    bool            // the controllers do nothing
 	down      bool            // the server answers 503 to all
+	expired   bool            // and 401 to the token
 	hook      func(request string)
 	lose      func(request string) bool // the request is done, and its reply is lost
 
@@ -72,12 +74,12 @@ func newWorld(t *testing.T, loads ...*load) *world {
 	for _, l := range loads {
 		l.labels = map[string]string{"app": l.name}
 		if l.resource == "leaderworkersets" {
+			w.extended = true
 			l.labels = map[string]string{"leaderworkerset.sigs.k8s.io/name": l.name, "leaderworkerset.sigs.k8s.io/worker-index": "0"}
 		}
 		w.workloads[l.resource+"/"+l.name] = l
 	}
-	server := httptest.NewTLSServer(w) // a token is sent over TLS only
-	w.url, w.authority = server.URL, base64.StdEncoding.EncodeToString(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw}))
+	w.server = httptest.NewTLSServer(w) // a token is sent over TLS only
 	stop, stopped := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(stopped)
@@ -92,7 +94,7 @@ func newWorld(t *testing.T, loads ...*load) *world {
 			}
 		}
 	}()
-	t.Cleanup(func() { close(stop); <-stopped; server.Close() })
+	t.Cleanup(func() { close(stop); <-stopped; w.server.Close() })
 	w.do(func() {})
 	return w
 }
@@ -102,13 +104,18 @@ func (w *world) open(t *testing.T) *kubernetes.Provider {
 	path := filepath.Join(t.TempDir(), "kubeconfig")
 	config := fmt.Sprintf(`{"apiVersion": "v1", "kind": "Config", "current-context": "main",
 "clusters": [{"name": "c", "cluster": {"server": %q, "certificate-authority-data": %q}}], "users": [{"name": "u", "user": {"token": "the-token"}}],
-"contexts": [{"name": "main", "context": {"cluster": "c", "user": "u", "namespace": %q}}]}`, w.url, w.authority, namespace)
+"contexts": [{"name": "main", "context": {"cluster": "c", "user": "u", "namespace": %q}}]}`, w.server.URL, base64.StdEncoding.EncodeToString(authority(w.server)), namespace)
 	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	p := kubernetes.New(kubernetes.Config{Kubeconfig: path, Poll: 2 * time.Millisecond})
 	t.Cleanup(func() { _ = p.Close() })
 	return p
+}
+
+// authority of a server's certificate.
+func authority(s *httptest.Server) []byte {
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.Certificate().Raw})
 }
 
 // do changes the world, and wakes the controllers.
@@ -248,7 +255,7 @@ func (w *world) kubelet(p *fakePod) bool {
 	case p.node == "":
 		p.node = "node-1"
 	case p.of.broken && p.waiting == nil:
-		p.waiting = crashLoop("no model here")
+		p.phase, p.waiting = "Running", crashLoop("no model here")
 	case p.of.broken || p.phase != "Pending":
 		return false
 	default:
@@ -267,32 +274,45 @@ func crashLoop(last string) map[string]any {
 
 // --- the API ---
 
+// question is what a request is about.
+type question struct {
+	group, namespace, resource, name string
+	what                             string // "update deployments/scale"
+}
+
+func asked(r *http.Request) question {
+	path := strings.Split(strings.Trim(r.URL.Path, "/"), "/")
+	at := slices.Index(path, "namespaces")
+	if at < 0 || len(path) < at+3 {
+		return question{}
+	}
+	q := question{group: strings.Join(path[:at], "/"), namespace: path[at+1], resource: path[at+2]}
+	if len(path) > at+3 {
+		q.name = path[at+3]
+	}
+	verb := map[string]string{"GET": "get", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}[r.Method]
+	if verb == "get" && q.name == "" {
+		verb = "list"
+	}
+	q.what = verb + " " + strings.Join(append([]string{q.resource}, path[min(len(path), at+4):]...), "/")
+	return q
+}
+
 func (w *world) ServeHTTP(out http.ResponseWriter, r *http.Request) {
 	if r.Header.Get("Authorization") != "Bearer the-token" {
 		http.Error(out, "unauthorized", http.StatusUnauthorized)
 		return
 	}
-	path := strings.Split(strings.Trim(r.URL.Path, "/"), "/")
-	at := slices.Index(path, "namespaces")
-	if at < 0 || len(path) < at+3 || path[at+1] != namespace {
+	q := asked(r)
+	if q.namespace != namespace {
 		w.answer(out, http.StatusNotFound, status(http.StatusNotFound, "NotFound", "the server could not find the requested resource"))
 		return
 	}
-	group, resource, name := strings.Join(path[:at], "/"), path[at+2], ""
-	if len(path) > at+3 {
-		name = path[at+3]
-	}
-	sub := strings.Join(path[min(len(path), at+4):], "/")
-	verb := map[string]string{"GET": "get", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}[r.Method]
-	if verb == "get" && name == "" {
-		verb = "list"
-	}
-	what := verb + " " + strings.TrimSuffix(resource+"/"+sub, "/")
 	w.mu.Lock()
 	hook, lose := w.hook, w.lose
 	w.mu.Unlock()
 	if hook != nil {
-		hook(what)
+		hook(q.what)
 	}
 	body, err := io.ReadAll(r.Body)
 	if err != nil {
@@ -300,16 +320,20 @@ func (w *world) ServeHTTP(out http.ResponseWriter, r *http.Request) {
 		return
 	}
 	w.mu.Lock()
-	code, answer := w.handle(group, resource, name, what, r.URL.Query().Get("labelSelector"), body)
+	code, answer := w.handle(q.group, q.resource, q.name, q.what, r.URL.Query().Get("labelSelector"), body)
 	w.mu.Unlock()
 	w.wake()
-	if lose != nil && code < 400 && lose(what) {
+	if lose != nil && code < 400 && lose(q.what) {
 		panic(http.ErrAbortHandler)
 	}
 	w.answer(out, code, answer)
 }
 
 func (w *world) answer(out http.ResponseWriter, code int, body any) {
+	if body == nil { // as for a group that nobody has installed
+		http.Error(out, "404 page not found", code)
+		return
+	}
 	out.Header().Set("Content-Type", "application/json")
 	out.WriteHeader(code)
 	_ = json.NewEncoder(out).Encode(body)
@@ -320,6 +344,9 @@ func status(code int, reason, message string) map[string]any {
 }
 
 func (w *world) handle(group, resource, name, what, selector string, body []byte) (int, any) {
+	if w.expired {
+		return http.StatusUnauthorized, status(http.StatusUnauthorized, "Unauthorized", "Unauthorized")
+	}
 	if w.down {
 		return http.StatusServiceUnavailable, status(http.StatusServiceUnavailable, "ServiceUnavailable", "etcd leader changed")
 	}
@@ -328,8 +355,8 @@ func (w *world) handle(group, resource, name, what, selector string, body []byte
 	}
 	groups := map[string]string{"pods": "api/v1", "deployments": "apis/apps/v1", "statefulsets": "apis/apps/v1", "leaderworkersets": "apis/leaderworkerset.x-k8s.io/v1"}
 	missing := status(http.StatusNotFound, "NotFound", fmt.Sprintf("%s %q not found", resource, name))
-	if groups[resource] != group {
-		return http.StatusNotFound, status(http.StatusNotFound, "NotFound", "the server could not find the requested resource")
+	if groups[resource] != group || resource == "leaderworkersets" && !w.extended {
+		return http.StatusNotFound, nil
 	}
 	if resource == "pods" {
 		p := w.pods[name]
@@ -351,7 +378,10 @@ func (w *world) handle(group, resource, name, what, selector string, body []byte
 			if err := json.Unmarshal(body, &in); err != nil {
 				return http.StatusBadRequest, status(http.StatusBadRequest, "BadRequest", err.Error())
 			}
-			if uid := cmp.Or(in.Metadata.UID, in.Preconditions.UID); uid != "" && uid != p.uid {
+			switch other := func(uid string) bool { return uid != "" && uid != p.uid }; {
+			case other(in.Metadata.UID):
+				return http.StatusUnprocessableEntity, status(http.StatusUnprocessableEntity, "Invalid", "metadata.uid: field is immutable")
+			case other(in.Preconditions.UID):
 				return http.StatusConflict, status(http.StatusConflict, "Conflict", "the UID in the precondition does not match")
 			}
 			for k, v := range in.Metadata.Annotations {
@@ -419,7 +449,10 @@ func (w *world) selected(selector string) []map[string]any {
 			fits = fits && (selector == "" || p.labels[k] == v)
 		}
 		if fits {
-			list = append(list, p.json())
+			o := p.json()
+			delete(o, "apiVersion") // the list's own tells them
+			delete(o, "kind")
+			list = append(list, o)
 		}
 	}
 	return list

@@ -664,6 +664,29 @@ func TestAMissingRightIsNamed(t *testing.T) {
 	}
 }
 
+func TestAKindThatIsNotInstalledIsNamed(t *testing.T) {
+	t.Parallel()
+	p := newWorld(t, &load{resource: "deployments", name: "d"}).open(t)
+	if _, err := p.List(t.Context(), pool(&load{resource: "leaderworkersets", name: "l"})); !errors.Is(err, provider.ErrInvalid) || !strings.Contains(err.Error(), "LeaderWorkerSets are not installed") {
+		t.Errorf("it says: %v", err)
+	}
+}
+
+func TestCredentialsThatAreNotAcceptedAreNamed(t *testing.T) {
+	t.Parallel()
+	l := &load{resource: "deployments", name: "d"}
+	w := newWorld(t, l)
+	p := w.open(t)
+	w.do(func() { w.expired = true })
+	if _, err := p.List(t.Context(), pool(l)); err == nil || errors.Is(err, provider.ErrInvalid) || !strings.Contains(err.Error(), "does not accept the credentials") {
+		t.Errorf("it says: %v", err)
+	}
+	w.do(func() { w.expired = false })
+	if _, err := p.List(t.Context(), pool(l)); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestStatesOfPods(t *testing.T) {
 	t.Parallel()
 	container := func(state, last map[string]any) []any {
