@@ -135,27 +135,28 @@ const maxLine = 1 << 20
 
 func TestFilesAndBatches(t *testing.T) {
 	t.Parallel()
-	s := start(t, func(c *setup) { c.platform.Dispatcher.BatchMaxLine = maxLine })
-	for name, test := range map[string]func(*testing.T, *server){
-		"files come, go and are listed":      goFiles,
-		"a batch answers each line":          goBatch,
-		"a batch of other endpoints":         goBatchEndpoints,
-		"two batches of the same file":       goBatchTwice,
-		"lines that fail":                    goBatchFailures,
-		"a batch that fails in every line":   goBatchAllFail,
-		"a file that is wrong in every way":  goBatchInvalid,
-		"a file that is not there":           goBatchNoFile,
-		"a cancelled batch":                  goBatchCancel,
-		"creates that are refused":           goBatchRefused,
-		"results while it runs, and a retry": goBatchRetry,
-		"lines as odd as they come are kept": goBatchBytes,
-		"files and batches by openai-node":   nodeBatches,
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			test(t, s)
-		})
-	}
+	onEach(t, func(t *testing.T, s *server) {
+		for name, test := range map[string]func(*testing.T, *server){
+			"files come, go and are listed":      goFiles,
+			"a batch answers each line":          goBatch,
+			"a batch of other endpoints":         goBatchEndpoints,
+			"two batches of the same file":       goBatchTwice,
+			"lines that fail":                    goBatchFailures,
+			"a batch that fails in every line":   goBatchAllFail,
+			"a file that is wrong in every way":  goBatchInvalid,
+			"a file that is not there":           goBatchNoFile,
+			"a cancelled batch":                  goBatchCancel,
+			"creates that are refused":           goBatchRefused,
+			"results while it runs, and a retry": goBatchRetry,
+			"lines as odd as they come are kept": goBatchBytes,
+			"files and batches by openai-node":   nodeBatches,
+		} {
+			t.Run(name, func(t *testing.T) {
+				t.Parallel()
+				test(t, s)
+			})
+		}
+	}, func(c *setup) { c.platform.Dispatcher.BatchMaxLine = maxLine })
 }
 
 func goFiles(t *testing.T, s *server) {
@@ -590,10 +591,13 @@ func goBatchBytes(t *testing.T, s *server) {
 	}
 }
 
-// TestBatchesAreListedPageByPage has its own server, whose list nobody else adds to.
+// TestBatchesAreListedPageByPage has its own servers, whose lists nobody else adds to.
 func TestBatchesAreListedPageByPage(t *testing.T) {
 	t.Parallel()
-	s := start(t)
+	onEach(t, batchPages)
+}
+
+func batchPages(t *testing.T, s *server) {
 	client := s.client(t)
 	const n = 99
 	want := map[string]bool{}
@@ -634,7 +638,10 @@ func TestBatchesAreListedPageByPage(t *testing.T) {
 // TestRetriesOfTheClientsMakeNoSecondBatch has the clients repeat by themselves creates that were stored though they heard nothing of it, or an error.
 func TestRetriesOfTheClientsMakeNoSecondBatch(t *testing.T) {
 	t.Parallel()
-	s := start(t)
+	onEach(t, retriedBatches)
+}
+
+func retriedBatches(t *testing.T, s *server) {
 	direct := s.client(t)
 	made := map[string]int{}
 	for round, what := range []fate{lost, fails} {

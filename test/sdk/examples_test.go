@@ -15,7 +15,7 @@ func TestExamplesRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	goClient := filepath.Join(t.TempDir(), "openai-go")
-	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", goClient, "../../examples/openai-go").CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(t.Context(), "go", "build", "-ldflags=-s -w", "-o", goClient, "../../examples/openai-go").CombinedOutput(); err != nil {
 		t.Fatalf("building the Go client: %v\n%s", err, out)
 	}
 	s := start(t, func(c *setup) { c.platform.API.APIKey = "sk-examples" })

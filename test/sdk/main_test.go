@@ -1,5 +1,5 @@
 // Package sdk_test runs OpenAI's own clients, unchanged but for the base URL and the key, against a whole platform: openai-go in this process, openai-node in
-// the program node/client.mjs.
+// the program node/main.mjs.
 package sdk_test
 
 import (
@@ -23,12 +23,16 @@ import (
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/engine/emulator"
 	"github.com/millrace/millrace/internal/engine/emulator/emulatortest"
+	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/platform"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/testenv"
 )
 
 func TestMain(m *testing.M) {
+	if testenv.ServeApart() {
+		return
+	}
 	for _, name := range []string{"OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_ADMIN_KEY"} { // the clients read them
 		if err := os.Unsetenv(name); err != nil {
 			panic(err)
@@ -42,7 +46,15 @@ func TestMain(m *testing.M) {
 			panic(err)
 		}
 	}
-	goleak.VerifyTestMain(m, testenv.NATSLeaves()...)
+	goleak.VerifyTestMain(tests{m}, testenv.NATSLeaves()...)
+}
+
+// tests end what they share.
+type tests struct{ *testing.M }
+
+func (t tests) Run() int {
+	defer theNode.stop()
+	return t.M.Run()
 }
 
 // model has a name with a slash, as most models have.
@@ -54,7 +66,7 @@ const atOnce = "6"
 // patience bounds what a test waits for.
 const patience = time.Minute
 
-// server is a whole platform in this process, as `millrace up` runs it, beside an engine.
+// server is a whole platform in this process, as `millrace up` runs it, beside an engine. Its parts are the embedded ones, unless a test names others.
 type server struct {
 	url      string
 	key      string
@@ -118,6 +130,29 @@ func start(t *testing.T, change ...func(*setup)) *server {
 		return nil
 	})
 	return s
+}
+
+// onEach runs test once for each set of parts that a platform stands on, on a server of its own.
+func onEach(t *testing.T, test func(*testing.T, *server), change ...func(*setup)) {
+	t.Helper()
+	for name, use := range map[string]func(*testing.T, *platform.Config){"embedded": useEmbedded, "external": useExternal} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t, start(t, append(change[:len(change):len(change)], func(c *setup) { use(t, &c.platform) })...))
+		})
+	}
+}
+
+// useEmbedded leaves the platform the queue and the store within it, and a SQLite file.
+func useEmbedded(*testing.T, *platform.Config) {}
+
+// useExternal gives the platform a NATS server, a Redis and a PostgreSQL database, each in another process, and no folder that it could fall back to.
+func useExternal(t *testing.T, c *platform.Config) {
+	t.Helper()
+	c.Dir, c.NATSURL, c.RedisURL, c.DatabaseURL = "", testenv.NATSApart(t), testenv.Redis(t).URL(), testenv.Postgres(t)
+	if _, _, err := ledger.Migrate(t.Context(), ledger.Config{URL: c.DatabaseURL}, testenv.Log(t)); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // note keeps the bodies that the engine gets.

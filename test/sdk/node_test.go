@@ -2,11 +2,11 @@ package sdk_test
 
 import (
 	"bytes"
-	"context"
 	"encoding/base64"
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"io"
 	"math"
 	"os"
 	"os/exec"
@@ -35,48 +35,116 @@ var nodeReady = sync.OnceValue(func() error {
 	return nil
 })
 
-// node is client.mjs at work.
+// program is main.mjs at work. All tests of this process share one: loading the client takes longer than most of what they ask of it.
+type program struct {
+	once sync.Once
+	err  error // why there is none
+	cmd  *exec.Cmd
+	said bytes.Buffer  // its errors, to be read once it has ended
+	over chan struct{} // closed when it has ended
+
+	mu    sync.Mutex // for writing to in, and for tasks
+	in    io.WriteCloser
+	tasks []*node // by their ids
+}
+
+var theNode program
+
+// node is a task of the program's. got may be read once done is closed.
 type node struct {
-	cmd      *exec.Cmd
-	out, err bytes.Buffer
+	left int // steps
+	got  steps
+	done chan struct{}
+}
+
+// step is one line of main.mjs.
+type step struct {
+	ID    int             `json:"id"`
+	Step  string          `json:"step"`
+	Value json.RawMessage `json:"value"`
+	Error *nodeError      `json:"error"`
+}
+
+func (p *program) start() error {
+	if err := nodeReady(); err != nil {
+		return err
+	}
+	p.cmd, p.over = exec.Command("node", "node/main.mjs"), make(chan struct{})
+	p.cmd.Stderr = &p.said
+	out, err := p.cmd.StdoutPipe()
+	if err != nil {
+		return err
+	}
+	in, err := p.cmd.StdinPipe()
+	if err != nil {
+		return err
+	}
+	if err := p.cmd.Start(); err != nil {
+		return err
+	}
+	p.in = in
+	go func() { // ends with the program
+		defer close(p.over)
+		for lines := json.NewDecoder(out); ; {
+			var s step
+			if lines.Decode(&s) != nil {
+				break
+			}
+			p.mu.Lock()
+			n := p.tasks[s.ID]
+			p.mu.Unlock()
+			n.got[s.Step] = s
+			if n.left--; n.left == 0 {
+				close(n.done)
+			}
+		}
+		_ = p.cmd.Process.Kill() // if it wrote what is no step
+		_ = p.cmd.Wait()         // how it ended is of no interest: whoever still waits for it says that it has
+	}()
+	return nil
+}
+
+// stop ends the program, if there is one.
+func (p *program) stop() {
+	p.once.Do(func() {})
+	if p.in != nil {
+		_ = p.in.Close()
+		<-p.over
+	}
 }
 
 // startNode starts steps, separated by spaces, against url.
-func startNode(t *testing.T, steps, url, key string) *node {
+func startNode(t *testing.T, names, url, key string) *node {
 	t.Helper()
-	if err := nodeReady(); err != nil {
-		t.Fatal(err)
+	p := &theNode
+	p.once.Do(func() { p.err = p.start() })
+	if p.err != nil {
+		t.Fatalf("starting node: %v", p.err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	t.Cleanup(cancel)
-	n := &node{cmd: exec.CommandContext(ctx, "node", append([]string{"node/client.mjs"}, strings.Fields(steps)...)...)}
-	n.cmd.Env = append(os.Environ(), "BASE_URL="+url, "API_KEY="+key)
-	n.cmd.Stdout, n.cmd.Stderr = &n.out, &n.err
-	if err := n.cmd.Start(); err != nil {
-		t.Fatal(err)
+	all := strings.Fields(names)
+	n := &node{left: len(all), got: steps{}, done: make(chan struct{})}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if err := json.NewEncoder(p.in).Encode(map[string]any{"id": len(p.tasks), "url": url, "key": key, "steps": all}); err != nil {
+		t.Fatalf("node takes no task: %v", err)
 	}
+	p.tasks = append(p.tasks, n)
 	return n
 }
 
 // wait returns what the steps gave.
 func (n *node) wait(t *testing.T) steps {
 	t.Helper()
-	if err := n.cmd.Wait(); err != nil {
-		t.Fatalf("node: %v\n%s%s", err, n.out.Bytes(), n.err.Bytes())
+	ctx := soon(t)
+	select {
+	case <-n.done:
+	case <-theNode.over:
+		t.Fatalf("node has ended:\n%s", theNode.said.Bytes())
+	case <-ctx.Done():
+		_ = theNode.cmd.Process.Kill() // what it still asks would keep the servers from ending
+		t.Fatal("node does not come to an end")
 	}
-	got := make(steps)
-	for line := range bytes.Lines(n.out.Bytes()) {
-		s := decode[step](t, line)
-		got[s.Step] = s
-	}
-	return got
-}
-
-// step is one line of client.mjs.
-type step struct {
-	Step  string          `json:"step"`
-	Value json.RawMessage `json:"value"`
-	Error *nodeError      `json:"error"`
+	return n.got
 }
 
 type nodeError struct {

@@ -37,25 +37,26 @@ func TestResponses(t *testing.T) {
 	for name, native := range map[string]bool{"by the engine itself": true, "by a chat": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			s := start(t, func(c *setup) {
+			onEach(t, func(t *testing.T, s *server) {
+				for name, test := range map[string]func(*testing.T, *server, bool){
+					"whole and streamed":                   goResponses,
+					"in the background":                    goBackground,
+					"in the background, streamed, resumed": goBackgroundStream,
+					"cancelled":                            goCancelResponse,
+					"deleted":                              goDeleteResponse,
+					"failing":                              goFailingResponse,
+					"as jobs":                              goResponseJobs,
+					"by openai-node":                       nodeResponses,
+				} {
+					t.Run(name, func(t *testing.T) {
+						t.Parallel()
+						test(t, s, native)
+					})
+				}
+			}, func(c *setup) {
 				c.engine.Responses = native
 				c.platform.API.KeepAlive = keepAlive
 			})
-			for name, test := range map[string]func(*testing.T, *server, bool){
-				"whole and streamed":                   goResponses,
-				"in the background":                    goBackground,
-				"in the background, streamed, resumed": goBackgroundStream,
-				"cancelled":                            goCancelResponse,
-				"deleted":                              goDeleteResponse,
-				"failing":                              goFailingResponse,
-				"as jobs":                              goResponseJobs,
-				"by openai-node":                       nodeResponses,
-			} {
-				t.Run(name, func(t *testing.T) {
-					t.Parallel()
-					test(t, s, native)
-				})
-			}
 		})
 	}
 }

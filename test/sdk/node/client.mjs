@@ -1,11 +1,12 @@
-// What openai-node makes of Millrace. Run by the Go tests beside it: node client.mjs STEPS, with BASE_URL and API_KEY. It writes one line of JSON for each
-// step: {"step", "value"} or {"step", "error"}. The tests judge.
+// What openai-node makes of Millrace: main.mjs runs its steps, and the Go tests beside it judge what they give.
 
 import OpenAI, { toFile } from "../../../examples/openai-node/node_modules/openai/index.mjs";
 
 const model = "test/model-8b";
-const baseURL = process.env.BASE_URL + "/v1";
-const client = new OpenAI({ baseURL, apiKey: process.env.API_KEY });
+// main.mjs loads this module anew for each task, with the task in its query.
+const { id: task, url, key } = Object.fromEntries(new URL(import.meta.url).searchParams);
+const baseURL = url + "/v1";
+const client = new OpenAI({ baseURL, apiKey: key });
 const chat = (text, max_tokens, more) => ({ model, messages: [{ role: "user", content: text }], max_tokens, ...more });
 const unchanged = { maxRetries: 0 };
 const ask = (input, max_output_tokens, more) => ({ model, input, max_output_tokens, ...more });
@@ -53,7 +54,7 @@ const tools = [
   },
 ];
 
-const steps = {
+export const steps = {
   // --- against a server that answers ---
 
   async models() {
@@ -299,13 +300,12 @@ const steps = {
   async retries() {
     const body = chat("Once only, from Node.", 2);
     const keyed = chat("Once only, keyed, from Node.", 2);
-    const round = String(process.pid);
     const jobs = [
       await client.post("/chat/completions", { body, headers: { Prefer: "respond-async" } }),
       await client.post("/jobs", { body: { body, priority: "batch" } }),
-      await client.post("/jobs", { body: { body }, headers: { "Idempotency-Key": "node-" + round } }),
+      await client.post("/jobs", { body: { body }, headers: { "Idempotency-Key": "node-" + task } }),
     ];
-    await client.chat.completions.create(keyed, { headers: { "Idempotency-Key": "plain-node-" + round } });
+    await client.chat.completions.create(keyed, { headers: { "Idempotency-Key": "plain-node-" + task } });
     return { ids: jobs.map((j) => j.id) };
   },
   async conflict() {
@@ -314,14 +314,3 @@ const steps = {
     await client.chat.completions.create(chat("Another.", 1), { headers });
   },
 };
-
-for (const step of process.argv.slice(2)) {
-  let line;
-  try {
-    line = { step, value: (await steps[step]()) ?? null };
-  } catch (err) {
-    const { status, code, param, type, message } = err;
-    line = { step, error: { name: err.constructor.name, status, code, param, type, message } };
-  }
-  console.log(JSON.stringify(line));
-}
