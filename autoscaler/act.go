@@ -82,7 +82,7 @@ func (k *keeper) step(ctx context.Context, now time.Time, w *worker) bool {
 	case w.Ready == 0 && w.beat != nil && w.beat.Worker.State == cluster.Ready:
 		return k.ready(ctx, now, w)
 	case w.Ready == 0 && (w.asked || listed) && now.Sub(w.from) > k.startLimit():
-		return k.died(ctx, now, w, fmt.Sprintf("it was not ready within %s", k.startLimit().Round(time.Second)))
+		return k.died(ctx, now, w, k.late(w))
 	case fresh && !listed && w.asked:
 		return k.missing(ctx, now, w)
 	case !w.asked && !k.listedAt.IsZero():
@@ -98,9 +98,18 @@ func (k *keeper) step(ctx context.Context, now time.Time, w *worker) bool {
 	return true
 }
 
-// startLimit is how long a start may take.
+// startLimit is how long a start may take. What quick starts have taught does not make it shorter than what the pool says.
 func (k *keeper) startLimit() time.Duration {
-	return max(k.a.timing.startLimit, 4*k.learned.coldStart(k.pool).P90)
+	return max(k.a.timing.startLimit, 4*time.Duration(k.pool.ColdStart), 4*k.learned.coldStart(k.pool).P90)
+}
+
+// late says of a worker that it took too long to start, and what to do.
+func (k *keeper) late(w *worker) string {
+	text := fmt.Sprintf("it was not ready within %s", scale.Duration(k.startLimit().Round(time.Second)))
+	if i := k.instances[w.Name]; i.State == provider.Pending && i.Reason != "" {
+		text += " (" + i.Reason + ")"
+	}
+	return text + ": if it needs longer, raise cold_start of the pool, of which it gets four times"
 }
 
 // write changes the launch, and with that makes sure that this process leads.
@@ -119,9 +128,9 @@ func (k *keeper) write(ctx context.Context, w *worker, to ledger.Launch) bool {
 
 // ready notes that a worker is ready for the first time.
 func (k *keeper) ready(ctx context.Context, now time.Time, w *worker) bool {
-	at := now
+	at, asked := now, k.asked(w, now)
 	// Who was not there when it became ready believes what it says, within reason: clocks differ.
-	if said := time.UnixMilli(int64(w.beat.Worker.StateSince * 1000)); !w.sawStarting && said.After(w.At.Time()) && said.Before(now) {
+	if said := time.UnixMilli(int64(w.beat.Worker.StateSince * 1000)); !w.sawStarting && said.After(asked) && said.Before(now) {
 		at = said
 	}
 	to := w.Launch
@@ -131,7 +140,7 @@ func (k *keeper) ready(ctx context.Context, now time.Time, w *worker) bool {
 	}
 	w.asked = true
 	w.hear(now, w.beat)
-	took := at.Sub(w.At.Time())
+	took := at.Sub(asked)
 	if w.tries == 0 && !w.guessed && took > 0 {
 		k.learned.ColdStarts = keep(k.learned.ColdStarts, took.Seconds(), keptStarts)
 		k.a.metrics.coldStart.WithLabelValues(k.name()).Observe(took.Seconds())
@@ -141,6 +150,18 @@ func (k *keeper) ready(ctx context.Context, now time.Time, w *worker) bool {
 	}
 	k.a.log.Info("worker ready", "pool", k.name(), "worker", w.Name, "after", took.Round(time.Millisecond))
 	return true
+}
+
+// asked is when the worker's cold start began: without the time that its first start waited for something that is there from then on. Of one whose start another leader has seen to, its instance tells.
+func (k *keeper) asked(w *worker, ready time.Time) time.Time {
+	begun, created := w.At.Time(), k.instances[w.Name].Created
+	switch {
+	case w.later:
+		return w.from
+	case begun.Before(k.begun) && created.After(begun) && created.Before(ready):
+		return created
+	}
+	return begun
 }
 
 // died has a worker tidied away that ended by itself, or never became ready. That is a start that failed if it was never ready, or if it is not the first one that died soon after it was.
@@ -194,7 +215,8 @@ func (k *keeper) stopping(ctx context.Context, now time.Time, w *worker) bool {
 	return true
 }
 
-// leave drains a worker that is to go, and stops it once it is empty, its time is over, or nobody hears it.
+// leave drains a worker that is to go, and stops it once it is empty, its time is over, or nobody hears it. The order says for how long it may drain, so that one that is told to stop then hands back at once what it has; the provider, which kills
+// it after its Drain, is for one that does not.
 func (k *keeper) leave(ctx context.Context, now time.Time, w *worker) bool {
 	if now.Before(w.next) {
 		return true
@@ -214,7 +236,7 @@ func (k *keeper) leave(ctx context.Context, now time.Time, w *worker) bool {
 	late := now.Sub(w.Stopping.Time()) >= time.Duration(k.pool.Drain)
 	if !empty && !late {
 		if w.beat != nil && w.beat.Worker.State != cluster.Draining {
-			k.orderDrain(ctx, w)
+			k.orderDrain(ctx, now, w)
 		}
 		return true
 	}
@@ -227,11 +249,11 @@ func (k *keeper) leave(ctx context.Context, now time.Time, w *worker) bool {
 	return k.stop(ctx, w)
 }
 
-func (k *keeper) orderDrain(ctx context.Context, w *worker) {
-	id := w.beat.ID
+func (k *keeper) orderDrain(ctx context.Context, now time.Time, w *worker) {
+	id, left := w.beat.ID, time.Duration(k.pool.Drain)-now.Sub(w.Stopping.Time())
 	w.calling = orders
 	k.call(ctx, orderTimeout, func(ctx context.Context) func(context.Context) {
-		err := k.a.deps.Cluster.OrderDrain(ctx, id)
+		err := k.a.deps.Cluster.OrderDrainWithin(ctx, id, left)
 		return func(context.Context) {
 			w.calling = ""
 			w.next = time.Now().Add(k.a.cfg.Tick) // until its heartbeat says so
@@ -304,6 +326,9 @@ func (k *keeper) start(ctx context.Context, now time.Time, w *worker, fresh bool
 		return true
 	}
 	w.calling = starts
+	if w.later {
+		w.from = now // this may be the time at which it is taken on
+	}
 	pool, total := k.pool, 0
 	for _, other := range k.workers {
 		if !other.told && !other.gone && k.instances[other.Name].State != provider.Stopping {
@@ -335,7 +360,7 @@ func stopLimit(p *scale.Pool) time.Duration { return time.Duration(p.Drain) + li
 // others tells whether another worker is being started.
 func (k *keeper) others(w *worker) bool {
 	for _, other := range k.workers {
-		if other != w && other.Ready == 0 && other.Stopping == 0 && (other.asked || other.calling != "") {
+		if other != w && other.Ready == 0 && other.Stopping == 0 && (other.asked || other.calling != "" || other.waits != "") {
 			return true
 		}
 	}
@@ -353,9 +378,10 @@ func (k *keeper) underWay(kind call) (n int) {
 
 // started takes in what the provider said to a start.
 func (k *keeper) started(ctx context.Context, now time.Time, w *worker, err error) {
+	later, isLater := errors.AsType[*provider.Later](err)
 	switch {
 	case err == nil:
-		w.asked = true
+		w.asked, w.waits = true, ""
 		if w.tries > 0 {
 			w.from = now
 		}
@@ -380,8 +406,16 @@ func (k *keeper) started(ctx context.Context, now time.Time, w *worker, err erro
 		k.failed(now, w, err.Error())
 		k.learned.RetryAt = now.Add(k.a.timing.lastRetry)
 	case ctx.Err() != nil:
+	case isLater:
+		// It is asked again under the same name, soon, and counts as one that starts meanwhile.
+		if !w.later {
+			k.a.log.Info("a start waits", "pool", k.name(), "worker", w.Name, "for", later.For)
+		}
+		w.later, w.waits = true, later.For
+		w.next = now.Add(k.a.timing.list)
 	default:
 		// It was taken on or not. It is asked again under the same name, and counts as one that starts meanwhile.
+		w.waits = ""
 		w.tries++
 		k.failed(now, w, err.Error())
 		w.next = k.learned.RetryAt

@@ -344,6 +344,7 @@ type instance struct {
 	beat       cluster.WorkerInfo
 	silence    func()
 	drained    time.Time
+	limit      time.Duration // of the last order to drain
 }
 
 func newCloud(e *env) *cloud {
@@ -439,8 +440,9 @@ func (c *cloud) create(p *scale.Pool, name string) {
 	}
 	id := "w-" + name
 	ctx, cancel := context.WithCancel(context.Background())
-	if err := c.e.seen.OnDrain(ctx, id, func() {
+	if err := c.e.seen.OnDrain(ctx, id, func(limit time.Duration) {
 		c.set(name, func(i *instance) {
+			i.limit = limit
 			if i.drained.IsZero() {
 				i.drained, i.beat.State = time.Now(), cluster.Draining
 			}

@@ -108,6 +108,12 @@ func (l *Learned) Bound(now time.Time) (retryAt, roomAt time.Time) {
 	return l.l.RetryAt, l.l.RoomAt
 }
 
+// StartLimit is how long a start of the pool may take.
+func (l *Learned) StartLimit(p *scale.Pool) time.Duration {
+	k := keeper{a: &Autoscaler{timing: usual}, pool: p, learned: &l.l}
+	return k.startLimit()
+}
+
 // Limits are how long a pool's calls to list and to stop may take, and how old a listing may be.
 func Limits(p *scale.Pool) (list, stop, stale time.Duration) {
 	return limit(p, usual.listTimeout), stopLimit(p), staleAfter(p, usual)

@@ -2,6 +2,7 @@ package autoscaler_test
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
@@ -131,22 +132,78 @@ func TestStartThatMadeAPartIsAskedForAgain(t *testing.T) {
 				}
 				return true, nil
 			}
-			first := e.run(autoscaler.Config{})
+			r := e.run(autoscaler.Config{})
 			e.wait(1, 50, 0)
 			part := <-parts
 			if cut {
-				go first.cancel()
+				go r.cancel()
 				close(hang)
-				<-first.done
-				e.run(autoscaler.Config{})
+				<-r.done
+				r = e.run(autoscaler.Config{})
 			}
 			e.eventually("one is ready", e.ready(1))
 			e.unique(1)
 			if e.cloud.names()[0] != part {
 				t.Errorf("%q, was %q", e.cloud.names(), part)
 			}
+			if n := r.metric(t, "millrace_autoscaler_failed_starts_total"); cut && n != 0 {
+				t.Errorf("the pool has %v failed starts, of one that was cut off", n)
+			}
 		})
 	}
+}
+
+// What a start waits for, as an image that is pulled, is told, and is neither a failure nor a part of the cold start, however long it takes; a leader that dies meanwhile changes nothing.
+func TestAStartThatWaitsHasNotFailed(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	e.pool(func(p *scale.Pool) { slow(p); p.ColdStart = scale.Duration(time.Millisecond) })
+	var calls atomic.Int32
+	var here atomic.Bool
+	e.cloud.onStart = func(string) (bool, error) {
+		calls.Add(1)
+		if !here.Load() {
+			return false, &provider.Later{For: "pulling the image x, 3.0 GB of 10.0 GB"}
+		}
+		return true, nil
+	}
+	quick := func(t *autoscaler.Timing) { t.StartLimit(time.Millisecond) }
+	first := e.run(autoscaler.Config{}, quick)
+	e.wait(1, 50, 0)
+	asked := func(r *running, n int32) {
+		e.Helper()
+		e.eventually("it is asked again and again", func() bool { return calls.Load() >= n })
+		e.eventually("it starts, and says what it waits for", func() bool {
+			p := e.info("p")
+			return p.Starting == 1 && p.ReadyAt == 0 && p.Unavailable == "" && strings.Contains(p.Reason, "waits: pulling the image x, 3.0 GB of 10.0 GB")
+		})
+		if n := r.metric(t, "millrace_autoscaler_failed_starts_total"); n != 0 {
+			t.Errorf("%v failed starts", n)
+		}
+	}
+	asked(first, 5)
+	first.stop()
+	second := e.run(autoscaler.Config{}, func(t *autoscaler.Timing) { t.StartLimit(time.Minute) })
+	asked(second, calls.Load()+5)
+	waited := time.Since(e.launches()[0].At.Time())
+	here.Store(true)
+	e.eventually("one is ready", e.ready(1))
+	e.unique(1)
+	if n := second.metric(t, "millrace_autoscaler_failed_starts_total"); n != 0 {
+		t.Errorf("%v failed starts", n)
+	}
+	e.eventually("the cold start is kept, without the wait", func() bool {
+		states, err := e.ledger.PoolStates(t.Context())
+		e.ok(err)
+		var s struct {
+			ColdStarts []float64 `json:"cold_starts"`
+		}
+		e.ok(json.Unmarshal(states["p"], &s))
+		if len(s.ColdStarts) == 1 && s.ColdStarts[0] >= waited.Seconds() {
+			t.Fatalf("it took %v s, and waited %s", s.ColdStarts, waited)
+		}
+		return len(s.ColdStarts) == 1
+	})
 }
 
 // A provider that takes starts on and forgets them has failed each time: it is asked again under the same name, ever less often.
@@ -352,6 +409,9 @@ func TestStartThatNeverBecomesReadyHasFailed(t *testing.T) {
 	if r.metric(t, "millrace_autoscaler_failed_starts_total") == 0 {
 		t.Error("it has not failed")
 	}
+	e.eventually("it says what to do", func() bool {
+		return strings.Contains(e.info("p").Unavailable, ": if it needs longer, raise cold_start of the pool")
+	})
 	e.cloud.do(func() { e.cloud.held = false })
 	e.cloud.each(func(i *instance) { i.beat.State = cluster.Ready })
 	e.eventually("another one is ready", func() bool { p := e.info("p"); return p.Ready >= 1 })

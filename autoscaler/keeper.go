@@ -85,6 +85,9 @@ type worker struct {
 	ended   time.Time
 	next    time.Time
 	tries   int
+	// waits is what it waits for that its start could not be taken on yet, "" if nothing. later: that was so once.
+	waits string
+	later bool
 	// dead: it is not drained but tidied away, and counts as no worker any more. gone: the provider has none of that name any more.
 	dead, gone bool
 	// told: the provider was told to stop it.
@@ -646,13 +649,13 @@ func (k *keeper) tell(now time.Time, d *scale.Decision) {
 	info := &cluster.PoolInfo{
 		Name: k.name(), Models: k.pool.Models, Wanted: d.Want, Ready: n[scale.Ready], Starting: n[scale.Starting], Draining: n[scale.Draining], Max: k.pool.Max,
 		WorkerRate: d.Sample.Throughput,
-		Action:     string(d.Action), Reason: d.Reason,
+		Action:     string(d.Action), Reason: d.Reason + k.waiting(),
 	}
 	for _, w := range d.Sample.Workers {
 		if w.State != scale.Draining || w.Jobs > 0 {
 			info.Desired++
 		}
-		if w.State == scale.Starting {
+		if own := k.workers[w.Name]; w.State == scale.Starting && (own == nil || own.waits == "") {
 			at := w.Since.Add(d.Sample.ColdStart.P50)
 			if at.Before(now) {
 				at = now
@@ -671,6 +674,30 @@ func (k *keeper) tell(now time.Time, d *scale.Decision) {
 	}
 	k.a.metrics.unavailable.WithLabelValues(k.name()).Set(number(info.Unavailable != ""))
 	k.a.tell(k.name(), info)
+}
+
+// waiting says what workers that start wait for, as far as that is known, to be put behind a reason.
+func (k *keeper) waiting() string {
+	text, more := "", 0
+	for _, name := range slices.Sorted(maps.Keys(k.workers)) {
+		w, why := k.workers[name], ""
+		if i := k.instances[name]; w.state == scale.Starting && !w.dead {
+			if why = w.waits; why == "" && i.State == provider.Pending {
+				why = i.Reason
+			}
+		}
+		switch {
+		case why == "":
+		case text == "":
+			text = "; " + name + " waits: " + why
+		default:
+			more++
+		}
+	}
+	if more > 0 {
+		text += fmt.Sprintf(", and %d more", more)
+	}
+	return text
 }
 
 func seconds(t time.Time) float64 { return float64(t.UnixMilli()) / 1000 }

@@ -187,7 +187,7 @@ func (l *leader) syncPools(ctx context.Context) error {
 	return nil
 }
 
-// syncFile brings the file's pools into the database if they are others than before. If the database refuses them, since a pool of the API has one of their models, that is tried again: somebody may remove that one.
+// syncFile brings the file's pools into the database if they are others than before. If the database refuses them, since a pool of the API has one of their models or workloads, that is tried again: somebody may remove that one.
 func (l *leader) syncFile(ctx context.Context) error {
 	file, version := l.a.file.current()
 	now := time.Now()
@@ -204,7 +204,7 @@ func (l *leader) syncFile(ctx context.Context) error {
 	}
 	err := l.a.deps.Ledger.SyncPools(ctx, l.epoch, rows)
 	switch {
-	case errors.Is(err, ledger.ErrTaken):
+	case errors.Is(err, ledger.ErrTaken), errors.Is(err, ledger.ErrWorkload):
 		if version != l.refused {
 			l.a.log.Warn("the pools file cannot be used: its pools stay as they were", "file", l.a.cfg.PoolsFile, "err", err)
 		}

@@ -191,6 +191,29 @@ func TestWhatWasLearnedReplacesThePoolsFigures(t *testing.T) {
 	}
 }
 
+// A pool that says how long its starts take has four times that from the first one on, whatever quick ones have taught.
+func TestAStartHasTheTimeThatItsPoolSays(t *testing.T) {
+	t.Parallel()
+	p := &scale.Pool{ColdStart: scale.Duration(10 * time.Minute)}
+	var l autoscaler.Learned
+	if got := l.StartLimit(p); got != 40*time.Minute {
+		t.Errorf("the first: %s", got)
+	}
+	l.Start(10 * time.Second)
+	if got := l.StartLimit(p); got != 40*time.Minute {
+		t.Errorf("after a quick one: %s", got)
+	}
+	l.Start(15 * time.Minute)
+	if got := l.StartLimit(p); got != time.Hour {
+		t.Errorf("after a slow one: %s", got)
+	}
+	p.ColdStart = scale.Duration(time.Minute)
+	var other autoscaler.Learned
+	if got := other.StartLimit(p); got != 5*time.Minute {
+		t.Errorf("by default: %s", got)
+	}
+}
+
 func TestPausesDouble(t *testing.T) {
 	t.Parallel()
 	var l autoscaler.Learned

@@ -131,11 +131,25 @@ func TestWorkerThatDoesNotFinishIsStoppedAfterItsDrain(t *testing.T) {
 	e.run(autoscaler.Config{})
 	e.eventually("one is ready", e.ready(1))
 	e.cloud.each(func(i *instance) { i.beat.Running = 1 })
+	limits := make(chan time.Duration, 1)
+	e.cloud.onStop = func(name string) (bool, error) {
+		e.cloud.do(func() {
+			select {
+			case limits <- e.cloud.instances[name].limit:
+			default:
+			}
+		})
+		return true, nil
+	}
 	begun := time.Now()
 	e.ok(e.ledger.DeletePool(t.Context(), "p"))
 	e.eventually("it is stopped", func() bool { return e.cloud.count() == 0 && len(e.launches()) == 0 })
 	if took := time.Since(begun); took < 300*time.Millisecond {
 		t.Errorf("after %s", took)
+	}
+	// All of that time counts: told to stop, it does not begin anew.
+	if limit := <-limits; limit <= 0 || limit > 300*time.Millisecond {
+		t.Errorf("it was told to drain within %s", limit)
 	}
 }
 

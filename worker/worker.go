@@ -62,6 +62,7 @@ type Worker struct {
 	halted   error     // why no attempt may run now, nil if they may
 	kind     engine.Kind
 	models   map[job.Model]*served
+	named    []job.Model // those that it will serve, as far as it is known before they are served
 	source   string
 	rank     job.Tokens                         // the capacity of the largest
 	attempts map[job.ID]context.CancelCauseFunc // one for each job that runs, or is about to be claimed
@@ -89,7 +90,7 @@ func New(cfg Config, deps Deps) (*Worker, error) {
 		cfg: cfg, deps: deps, id: id, host: host, log: log, begun: time.Now(), since: time.Now(),
 		settler: &settle.Settler{Queue: deps.Queue, Results: deps.Results, Relay: deps.Relay, Blobs: deps.Blobs, Log: log},
 		doubts:  make(chan doubt, 1), suspects: make(chan struct{}, 1), alone: suspectAlone, binds: make(chan []binding, maxBinds), state: cluster.Starting, reason: "the engine has not answered yet",
-		models: map[job.Model]*served{}, attempts: map[job.ID]context.CancelCauseFunc{},
+		models: map[job.Model]*served{}, named: cfg.Models, attempts: map[job.ID]context.CancelCauseFunc{},
 	}
 	var err error
 	if w.gate, err = newGate(cfg.Schedule, w.stop); err != nil {
@@ -128,7 +129,7 @@ func (w *Worker) yield(yield bool) {
 func (w *Worker) yielding() bool { return time.Now().UnixNano() < w.yields.Load() }
 
 // Run works until ctx ends, then drains: it pulls no more, hands back what has not started, lets what runs finish for Config.Drain, and hands back the rest. A worker that is ordered to drain
-// does so at once, without a limit for what runs, and then stays, with nothing to do, until ctx ends.
+// does so at once, without a limit for what runs, and then stays, with nothing to do, until ctx ends. An order that has a limit makes the time after the end of ctx no longer than what is left of that.
 func (w *Worker) Run(ctx context.Context) error {
 	// What runs outlives ctx by the drain: it has a context of its own.
 	run, stop := context.WithCancel(context.WithoutCancel(ctx))
@@ -156,7 +157,14 @@ func (w *Worker) Run(ctx context.Context) error {
 		stop()
 		return errors.Join(err, g.Wait())
 	}
-	if err := w.deps.Cluster.OnDrain(run, string(w.id), func() { drain("it was told to") }); err != nil {
+	var ordered atomic.Pointer[time.Time] // until when what runs may go on
+	if err := w.deps.Cluster.OnDrain(run, string(w.id), func(limit time.Duration) {
+		if limit > 0 {
+			by := time.Now().Add(limit)
+			ordered.CompareAndSwap(nil, &by)
+		}
+		drain("it was told to")
+	}); err != nil {
 		stop()
 		return errors.Join(fmt.Errorf("worker %s: %w", w.id, err), g.Wait())
 	}
@@ -183,7 +191,11 @@ func (w *Worker) Run(ctx context.Context) error {
 		deliveries.Wait()
 		close(drained)
 	}()
-	if !within(w.cfg.Drain, drained) {
+	limit := w.cfg.Drain
+	if by := ordered.Load(); by != nil {
+		limit = min(limit, max(time.Until(*by), time.Second)) // what has ended is told by then
+	}
+	if !within(limit, drained) {
 		w.log.Warn("drain limit reached: handing back what runs", "running", w.gate.status().Running)
 		w.halt(errDrained)
 		if !within(handBack, drained) { // a store does not answer: what it cannot be told is found out by the next delivery

@@ -28,6 +28,11 @@ func (c *Cluster) OrderDrain(ctx context.Context, worker string) error {
 	return c.order(ctx, drainSubject, worker, nil, "to drain")
 }
 
+// OrderDrainWithin is OrderDrain, and says for how long what runs may go on: a worker that is told to stop later does not begin its own time anew. One that was ordered before keeps to what it was told first.
+func (c *Cluster) OrderDrainWithin(ctx context.Context, worker string, limit time.Duration) error {
+	return c.order(ctx, drainSubject, worker, []byte(limit.String()), "to drain")
+}
+
 // OrderYield tells the worker of that id whether to yield: to take only what others have no room for, so that it comes to be idle. Its heartbeats say whether it does. Errors as OrderDrain's.
 func (c *Cluster) OrderYield(ctx context.Context, worker string, yield bool) error {
 	return c.order(ctx, yieldSubject, worker, strconv.AppendBool(nil, yield), "to yield, or to yield no more")
@@ -46,9 +51,12 @@ func (c *Cluster) order(ctx context.Context, subject, worker string, order []byt
 	return nil
 }
 
-// OnDrain calls fn for each order to drain that is meant for the worker of that id, until ctx ends. It returns once it listens. The order is answered when fn returns, which must not block.
-func (c *Cluster) OnDrain(ctx context.Context, worker string, fn func()) error {
-	return c.onOrder(ctx, drainSubject, worker, func([]byte) { fn() })
+// OnDrain calls fn for each order to drain that is meant for the worker of that id, until ctx ends, with the limit of OrderDrainWithin, or 0. It returns once it listens. The order is answered when fn returns, which must not block.
+func (c *Cluster) OnDrain(ctx context.Context, worker string, fn func(limit time.Duration)) error {
+	return c.onOrder(ctx, drainSubject, worker, func(order []byte) {
+		limit, _ := time.ParseDuration(string(order)) // without one there is none
+		fn(limit)
+	})
 }
 
 // OnYield calls fn for each order to yield or to do so no more, as OnDrain does.

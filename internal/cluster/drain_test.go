@@ -15,9 +15,9 @@ func TestAnOrderToDrainReachesOneWorker(t *testing.T) {
 	far, here := open(t, connect(t, n), quick), open(t, connect(t, n), quick)
 	ctx, stop := context.WithCancel(t.Context())
 	defer stop()
-	told := make(chan string, 4)
+	told, limits := make(chan string, 4), make(chan time.Duration, 4)
 	for _, id := range []string{"w.1 *", "w2"} {
-		if err := far.OnDrain(ctx, id, func() { told <- id }); err != nil {
+		if err := far.OnDrain(ctx, id, func(limit time.Duration) { limits <- limit; told <- id }); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -25,9 +25,15 @@ func TestAnOrderToDrainReachesOneWorker(t *testing.T) {
 		if err := here.OrderDrain(t.Context(), "w.1 *"); err != nil {
 			t.Fatal(err)
 		}
-		if got := <-told; got != "w.1 *" {
-			t.Errorf("%s was told", got)
+		if got, limit := <-told, <-limits; got != "w.1 *" || limit != 0 {
+			t.Errorf("%s was told, with the limit %s", got, limit)
 		}
+	}
+	if err := here.OrderDrainWithin(t.Context(), "w2", 90*time.Second); err != nil {
+		t.Fatal(err)
+	}
+	if got, limit := <-told, <-limits; got != "w2" || limit != 90*time.Second {
+		t.Errorf("%s was told, with the limit %s", got, limit)
 	}
 	if err := here.OrderDrain(t.Context(), "w3"); !errors.Is(err, cluster.ErrNobody) {
 		t.Errorf("one that is not there: %v", err)
@@ -42,7 +48,7 @@ func TestAnOrderThatNobodyAnswersInTimeIsAnError(t *testing.T) {
 	n := newServer(t)
 	line := &gate{server: n}
 	far, here := open(t, connect(t, line), quick), open(t, connect(t, n), quick)
-	if err := far.OnDrain(t.Context(), "w", func() {}); err != nil {
+	if err := far.OnDrain(t.Context(), "w", func(time.Duration) {}); err != nil {
 		t.Fatal(err)
 	}
 	line.hang()

@@ -11,8 +11,10 @@ import (
 var (
 	ErrNotFound    = errors.New("no such row")                          // or it is another tenant's
 	ErrExists      = errors.New("such a row exists already")            // a tenant of that id
+	ErrDeleted     = errors.New("a tenant of that id was deleted")      // which keeps its id
 	ErrInUse       = errors.New("it is in use")                         // the input of a batch that lives; a tenant that has keys; a pool that comes from a file
 	ErrTaken       = errors.New("the model has a pool already")         // a pool with a model of another one
+	ErrWorkload    = errors.New("the workload has a pool already")      // a pool with the Kubernetes workload of another one
 	ErrState       = errors.New("the status does not allow it")         // a compare-and-set found another status; the row as it is comes with it where the method returns one
 	ErrFenced      = errors.New("another process leads by now")         // a higher epoch has written
 	ErrUnavailable = errors.New("the database does not answer")         // nothing is known of what was written

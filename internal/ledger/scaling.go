@@ -18,7 +18,7 @@ const (
 	FromAPI  = "api"
 )
 
-// Pool is a pool's description as it is kept: Spec is its JSON. Of Spec the ledger reads "models" alone: no model is of two pools.
+// Pool is a pool's description as it is kept: Spec is its JSON. Of Spec the ledger reads "models" and "kubernetes" alone: no model, and no workload, is of two pools.
 type Pool struct {
 	Name             string
 	Spec             []byte
@@ -69,9 +69,9 @@ func (s *Store) Pool(ctx context.Context, name string) (*Pool, error) {
 	return &p, nil
 }
 
-// alone refuses a pool one of whose models another one serves.
+// alone refuses a pool one of whose models another one serves, or whose workload another one scales.
 func alone(p Pool, others []Pool) error {
-	mine, err := modelsOf(p)
+	mine, err := partsOf(p)
 	if err != nil {
 		return err
 	}
@@ -79,25 +79,39 @@ func alone(p Pool, others []Pool) error {
 		if o.Name == p.Name {
 			continue
 		}
-		theirs, err := modelsOf(o)
+		theirs, err := partsOf(o)
 		if err != nil {
 			return err
 		}
-		for _, m := range mine {
-			if slices.Contains(theirs, m) {
+		for _, m := range mine.Models {
+			if slices.Contains(theirs.Models, m) {
 				return refuse(fmt.Errorf("%w: %s is of the pool %s, and there is no telling which of two pools' workers its work will come to", ErrTaken, m, o.Name))
 			}
+		}
+		if w := mine.Kubernetes; w != nil && theirs.Kubernetes != nil && w.key() == theirs.Kubernetes.key() {
+			return refuse(fmt.Errorf("%w: the %s %s is of the pool %s, and each would undo what the other does", ErrWorkload, w.Kind, w.Name, o.Name))
 		}
 	}
 	return nil
 }
 
-func modelsOf(p Pool) ([]job.Model, error) {
-	var spec struct {
-		Models []job.Model `json:"models"`
-	}
-	err := decode("spec", string(p.Spec), &spec)
-	return spec.Models, err
+// parts of a pool's description that no other pool may have.
+type parts struct {
+	Models     []job.Model `json:"models"`
+	Kubernetes *workload   `json:"kubernetes"`
+}
+
+type workload struct{ Context, Namespace, Kind, Name string }
+
+// key is the same for two descriptions of one workload.
+func (w *workload) key() string {
+	return strings.ToLower(strings.Join([]string{w.Context, w.Namespace, w.Kind, w.Name}, "/"))
+}
+
+func partsOf(p Pool) (parts, error) {
+	var of parts
+	err := decode("spec", string(p.Spec), &of)
+	return of, err
 }
 
 // lockPools keeps the pools as they are until the transaction ends, and returns them, by name.
@@ -109,7 +123,7 @@ func (q *query) lockPools() ([]Pool, error) {
 	return q.pools()
 }
 
-// CreatePool adds one of the API's; Created and Updated are now unless they are given. ErrExists; ErrTaken if one of its models is another pool's.
+// CreatePool adds one of the API's; Created and Updated are now unless they are given. ErrExists; ErrTaken if one of its models, and ErrWorkload if its workload, is another pool's.
 func (s *Store) CreatePool(ctx context.Context, p Pool) (*Pool, error) {
 	p.Source = FromAPI
 	if p.Created == 0 {
@@ -148,7 +162,7 @@ func ofAPI(name string, all []Pool) error {
 	return nil
 }
 
-// UpdatePool changes the description of one of the API's; Updated is now unless it is given. ErrNotFound; ErrInUse if it comes from a file; ErrTaken if one of its models is another pool's.
+// UpdatePool changes the description of one of the API's; Updated is now unless it is given. ErrNotFound; ErrInUse if it comes from a file; ErrTaken and ErrWorkload as CreatePool.
 func (s *Store) UpdatePool(ctx context.Context, p Pool) (*Pool, error) {
 	if p.Updated == 0 {
 		p.Updated = job.MillisOf(time.Now())
@@ -206,7 +220,7 @@ func (s *Store) LeadScaling(ctx context.Context, epoch uint64) error {
 }
 
 // SyncPools makes the pools that come from a file those given, in one transaction: others of the file are removed, and one of the API's of the same name becomes the file's. Those that are as they were keep
-// their Updated. ErrTaken, and nothing changed, if a model is of two pools, one of which may be the API's.
+// their Updated. ErrTaken or ErrWorkload, and nothing changed, if a model or a workload is of two pools, one of which may be the API's.
 func (s *Store) SyncPools(ctx context.Context, epoch uint64, file []Pool) error {
 	now := job.MillisOf(time.Now())
 	return s.leadScaling(ctx, epoch, "taking over the file's pools", func(q *query) error {

@@ -114,6 +114,36 @@ func TestAModelIsOfOnePool(t *testing.T) {
 	})
 }
 
+func TestAWorkloadIsOfOnePool(t *testing.T) {
+	each(t, func(t *testing.T, s *ledger.Store) {
+		ctx := t.Context()
+		scaled := func(name, workload string) ledger.Pool {
+			p := pool(name)
+			p.Spec = []byte(`{"name":"` + name + `","models":["m-` + name + `"],"kubernetes":` + workload + `}`)
+			return p
+		}
+		const llm = `{"namespace":"prod","kind":"Deployment","name":"llm","context":"","observe":false}`
+		_, err := s.CreatePool(ctx, scaled("a", llm))
+		ok(t, err)
+		_, err = s.CreatePool(ctx, scaled("b", `{"namespace":"prod","kind":"Deployment","name":"llm","observe":true}`))
+		want(t, err, ledger.ErrWorkload)
+		if err == nil || !strings.Contains(err.Error(), "Deployment llm is of the pool a") {
+			t.Error(err)
+		}
+		// Another kind, namespace or context is another workload, and a pool may keep its own.
+		for i, other := range []string{`{"namespace":"prod","kind":"StatefulSet","name":"llm"}`, `{"namespace":"test","kind":"Deployment","name":"llm"}`, `{"namespace":"prod","kind":"Deployment","name":"llm","context":"far"}`, `null`} {
+			_, err = s.CreatePool(ctx, scaled(fmt.Sprint("other-", i), other))
+			ok(t, err)
+		}
+		_, err = s.UpdatePool(ctx, scaled("a", llm))
+		ok(t, err)
+		_, err = s.UpdatePool(ctx, scaled("other-3", llm))
+		want(t, err, ledger.ErrWorkload)
+		want(t, s.SyncPools(ctx, 1, []ledger.Pool{scaled("filed", llm)}), ledger.ErrWorkload)
+		ok(t, s.SyncPools(ctx, 1, []ledger.Pool{scaled("a", llm)})) // it takes the pool over
+	})
+}
+
 func TestPoolsOfAFile(t *testing.T) {
 	each(t, func(t *testing.T, s *ledger.Store) {
 		ctx := t.Context()

@@ -96,7 +96,7 @@ func csv(all []string) string {
 // reasonBytes is how much of what a program said is shown.
 const reasonBytes = 300
 
-// Clean makes one line of a text that may be shown to people, of 300 bytes at most: the end of it, in which the values of join and of the pool's environment are hidden, and the passwords of URLs among them.
+// Clean makes one line of a text that may be shown to people, of 300 bytes at most: the end of it, in which the values of join and the pool's secrets are hidden, and the passwords of URLs among them.
 func Clean(text string, p *scale.Pool, join Join) string {
 	var secrets []string
 	add := func(value string) {
@@ -118,7 +118,7 @@ func Clean(text string, p *scale.Pool, join Join) string {
 		}
 	}
 	if p != nil {
-		for _, value := range p.Engine.Env {
+		for _, value := range p.Secrets() {
 			add(value)
 		}
 	}

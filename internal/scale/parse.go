@@ -227,14 +227,21 @@ func (f *fitting) fits(n *yaml.Node, t reflect.Type, path string) (*yaml.Node, e
 		if n.Tag != "!!bool" {
 			return n, bad(path, "is %.100q: it must be %s", n.Value, wanted(t))
 		}
+	case reflect.String:
+		if n.Tag == "!!int" || n.Tag == "!!float" || n.Tag == "!!bool" {
+			return n, bad(path, "is %.100s: it must be text, as %q", n.Value, n.Value)
+		}
 	}
 	return nil, nil
 }
 
-// fitsItem is fits for an item of a list or a map, which may not be null.
+// fitsItem is fits for an item of a list or a map, which may not be null. The words of commands and the values of variables are text also where they look like a number.
 func (f *fitting) fitsItem(n *yaml.Node, t reflect.Type, path string) (*yaml.Node, error) {
 	if n.Kind == yaml.ScalarNode && n.Tag == "!!null" {
 		return n, bad(path, "must be %s", wanted(t))
+	}
+	if t == reflect.TypeFor[string]() && (n.Kind == yaml.ScalarNode || n.Kind == yaml.AliasNode && n.Alias.Kind == yaml.ScalarNode) {
+		return nil, nil
 	}
 	return f.fits(n, t, path)
 }

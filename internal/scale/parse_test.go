@@ -153,6 +153,10 @@ func TestAWrongPoolIsRefusedByField(t *testing.T) {
 		"a name that is too long":     {`"name":"` + strings.Repeat("a", 41) + `"`, "name", []string{"40"}},
 		"a name that ends in a dash":  {`"name":"a-"`, "name", []string{`"a-"`}},
 		"a name that is none":         {`"name":{}`, "name", []string{"must be text"}},
+		"a name that is a number":     {`"name":5`, "name", []string{`is 5: it must be text, as "5"`}},
+		"a model that is a number":    {`"name":"p","models":["m",1.5]`, "models[1]", []string{"must be text"}},
+		"a zone that is a truth":      {process + `,"timezone":true`, "timezone", []string{"must be text"}},
+		"a schedule of numbers":       {process + `,"schedule":[8]`, "schedule[0]", []string{"must be text"}},
 		"no models":                   {`"name":"p","max":1`, "models", []string{"0 entries"}},
 		"a model twice":               {`"name":"p","models":["m","m"]`, "models", []string{`"m" twice`}},
 		"a model without a name":      {`"name":"p","models":[""]`, "models", []string{"1 to 256"}},
@@ -386,4 +390,76 @@ func FuzzParsePools(f *testing.F) {
 			pools[i].AtLeast(time.Unix(1772366400, 0), time.Unix(1772366460, 0))
 		}
 	})
+}
+
+func TestSecretsInCommandsAreNotShown(t *testing.T) {
+	t.Parallel()
+	read := func(args ...string) *scale.Pool {
+		raw, err := json.Marshal(args)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p, err := scale.ParsePool([]byte(`{"name":"p","models":["m"],"max":1,"provider":"process","engine":{"command":` + string(raw) + `}}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return p
+	}
+	for name, c := range map[string]struct{ kept, shown []string }{
+		"the next argument": {[]string{"vllm", "--api-key", "s3cret", "--port", "{port}"}, []string{"vllm", "--api-key", "***", "--port", "{port}"}},
+		"the same argument": {[]string{"vllm", "--api-key=s3cret and more", "--hf_token=s3cret"}, []string{"vllm", "--api-key=***", "--hf_token=***"}},
+		"several of a name": {[]string{"x", "--api-key", "s3cret1", "--api-key", "s3cret2", "--password", "-s3cret"}, []string{"x", "--api-key", "***", "--api-key", "***", "--password", "***"}},
+		"a variable":        {[]string{"env", "HF_TOKEN=s3cret", "A=1", "vllm"}, []string{"env", "HF_TOKEN=***", "A=1", "vllm"}},
+		"a shell's command": {
+			[]string{"sh", "-c", `HF_TOKEN=s3cret API_KEY='s3cret 2' exec vllm serve m --api-key "s3cret" --port {port} --db-password=s3cret`},
+			[]string{"sh", "-c", `HF_TOKEN=*** API_KEY='***' exec vllm serve m --api-key "***" --port {port} --db-password=***`},
+		},
+		"JSON":           {[]string{"x", "--config", `{"a": 1, "auth_token": "s3cret", "tokens": "2"}`}, []string{"x", "--config", `{"a": 1, "auth_token": "***", "tokens": "2"}`}},
+		"a URL":          {[]string{"x", "--cache", "redis://me:s3cret@host:6379", "http://host:80/@"}, []string{"x", "--cache", "redis://me:***@host:6379", "http://host:80/@"}},
+		"no secrets":     {[]string{"vllm", "--tokenizer", "t", "--max-num-batched-tokens", "8192", "--ssl-keyfile", "k", "--key", "--x", "***"}, []string{"vllm", "--tokenizer", "t", "--max-num-batched-tokens", "8192", "--ssl-keyfile", "k", "--key", "--x", "***"}},
+		"nothing at all": {[]string{"vllm", "--api-key", ""}, []string{"vllm", "--api-key", ""}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			kept := read(c.kept...)
+			shown := kept.Shown().Engine.Command
+			if d := cmp.Diff(c.shown, shown); d != "" {
+				t.Errorf("shown (-want +got):\n%s", d)
+			}
+			if d := cmp.Diff(c.kept, kept.Engine.Command); d != "" {
+				t.Errorf("showing it changed it:\n%s", d)
+			}
+			// What was shown stands for what is kept, also beside what is new.
+			next := read(append([]string{shown[0], "--new"}, shown[1:]...)...)
+			if err := next.Unhide(kept); err != nil {
+				t.Fatal(err)
+			}
+			if d := cmp.Diff(append([]string{c.kept[0], "--new"}, c.kept[1:]...), next.Engine.Command); d != "" {
+				t.Errorf("kept (-want +got):\n%s", d)
+			}
+			for _, secret := range kept.Secrets() {
+				if !strings.Contains(secret, "s3cret") {
+					t.Errorf("%q is a secret", secret)
+				}
+			}
+			var f *scale.FieldError
+			if err := read(shown...).Unhide(nil); len(kept.Secrets()) > 0 && (!errors.As(err, &f) || !strings.HasPrefix(f.Field, "engine.command[")) {
+				t.Errorf("without anything kept: %v", err)
+			}
+		})
+	}
+	// A secret of another argument's is not what is meant.
+	var f *scale.FieldError
+	if err := read("x", "--hf-token", "***").Unhide(read("x", "--api-key", "s3cret")); !errors.As(err, &f) || f.Field != "engine.command[2]" {
+		t.Error(err)
+	}
+	// The operator's own commands are no other.
+	own := &scale.Pool{Command: &scale.Command{Start: []string{"run", "--token=s3cret"}, Stop: []string{"stop"}, List: []string{"list"}}}
+	shown := own.Shown()
+	if got := shown.Command.Start[1]; got != "--token=***" || own.Command.Start[1] != "--token=s3cret" {
+		t.Errorf("%q, of %q", got, own.Command.Start)
+	}
+	if err := shown.Unhide(own); err != nil || shown.Command.Start[1] != "--token=s3cret" {
+		t.Errorf("%q, %v", shown.Command.Start, err)
+	}
 }

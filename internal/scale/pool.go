@@ -2,8 +2,6 @@ package scale
 
 import (
 	"fmt"
-	"maps"
-	"slices"
 	"strings"
 	"time"
 
@@ -43,7 +41,7 @@ type Pool struct {
 	Timezone string  `json:"timezone" yaml:"timezone"`
 	// TokensPerSecond is what one worker gets done when it is full, in expected tokens (prompt and answer), until it was measured. Without it the first worker is measured before a second is started.
 	TokensPerSecond float64 `json:"tokens_per_second" yaml:"tokens_per_second"`
-	// ColdStart is how long a start takes until it was measured. Default 60s.
+	// ColdStart is how long a start takes until it was measured. One has failed after four times this, or 5m, or four times what was measured, whichever is the longest. Default 60s.
 	ColdStart Duration `json:"cold_start" yaml:"cold_start"`
 
 	// What the providers need, each its own.
@@ -133,36 +131,5 @@ func (d *Duration) UnmarshalText(text []byte) error {
 		return fmt.Errorf("is %.100q: it must be a length of time like 90s or 5m", text)
 	}
 	*d = Duration(v)
-	return nil
-}
-
-// Hidden stands for the value of a variable of Engine.Env that is kept and not shown.
-const Hidden = "***"
-
-// Shown is the pool as everybody may see it: the values of its engine's environment are Hidden.
-func (p *Pool) Shown() *Pool {
-	c := *p
-	c.Engine.Env = make(map[string]string, len(p.Engine.Env))
-	for name := range p.Engine.Env {
-		c.Engine.Env[name] = Hidden
-	}
-	return &c
-}
-
-// Unhide gives the variables of the engine's environment that are Hidden the values that they have in old, which may be nil. A *FieldError names one that has none there.
-func (p *Pool) Unhide(old *Pool) error {
-	for _, name := range slices.Sorted(maps.Keys(p.Engine.Env)) {
-		if p.Engine.Env[name] != Hidden {
-			continue
-		}
-		value, known := "", false
-		if old != nil {
-			value, known = old.Engine.Env[name]
-		}
-		if !known {
-			return bad("engine.env."+name, "is %s, which stands for a value that is kept already, and there is none: give the value", Hidden)
-		}
-		p.Engine.Env[name] = value
-	}
 	return nil
 }

@@ -51,26 +51,36 @@ const answer = time.Minute
 
 // Provider runs workers in containers.
 type Provider struct {
-	join  provider.Join
-	log   *slog.Logger
-	grace time.Duration // that a worker has to end once its drain is over, and an engine
+	join provider.Join
+	log  *slog.Logger
+	times
 
 	mu      sync.Mutex
 	daemons map[string]*daemon // by the host that pools name
 }
 
+// times are how long things may take.
+type times struct {
+	// grace is what a worker has to end once its drain is over, and an engine.
+	grace time.Duration
+	// patience is how long a start waits for an image until it says that it will be later.
+	patience time.Duration
+	// stall is after how long without any progress the loading of an image is given up, unpacking the same once all of it is here: not every Docker tells how that goes on.
+	stall, unpacking time.Duration
+}
+
 // daemon is one Docker engine.
 type daemon struct {
 	*client.Client
-	log   *slog.Logger
-	grace time.Duration
+	log *slog.Logger
+	times
 
 	// choosing is held from looking which GPUs are free until a container has them.
 	choosing sync.Mutex
 
 	mu    sync.Mutex
 	place *place           // nil until it was asked for
-	pulls map[string]*pull // that go on, by image
+	pulls map[string]*pull // that go on, or have failed and nobody knows, by image
 	wg    sync.WaitGroup   // of the pulls
 	ended bool
 }
@@ -85,7 +95,7 @@ type place struct {
 
 // New connects to nothing yet. join goes into the environment of each worker.
 func New(join provider.Join, log *slog.Logger) *Provider {
-	return &Provider{join: join, log: log, grace: 10 * time.Second, daemons: make(map[string]*daemon)}
+	return &Provider{join: join, log: log, times: times{grace: 10 * time.Second, patience: 5 * time.Second, stall: 2 * time.Minute, unpacking: 15 * time.Minute}, daemons: make(map[string]*daemon)}
 }
 
 // Close ends the loading of images that nobody waits for. Containers run on.
@@ -143,7 +153,7 @@ func (p *Provider) connect(host string) (*daemon, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%w: the docker host %q: %w", provider.ErrInvalid, cmp.Or(host, os.Getenv(client.EnvOverrideHost)), err)
 	}
-	d := &daemon{Client: c, log: p.log, grace: p.grace, pulls: make(map[string]*pull)}
+	d := &daemon{Client: c, log: p.log, times: p.times, pulls: make(map[string]*pull)}
 	p.daemons[host] = d
 	return d, nil
 }
@@ -183,7 +193,7 @@ func (d *daemon) close() error {
 	d.mu.Lock()
 	d.ended = true
 	for _, l := range d.pulls {
-		l.cancel()
+		l.cancel(context.Canceled)
 	}
 	d.mu.Unlock()
 	d.wg.Wait()
@@ -271,9 +281,10 @@ var wrong = []string{"invalid volume specification", "invalid mount config", "ex
 
 // explain says what an error of Docker's means to the caller, without the values of the environment.
 func (p *Provider) explain(pool *scale.Pool, doing string, err error) error {
+	if _, later := errors.AsType[*provider.Later](err); err == nil || later {
+		return err
+	}
 	switch {
-	case err == nil:
-		return nil
 	case errors.Is(err, provider.ErrCapacity), errors.Is(err, provider.ErrInvalid), errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return fmt.Errorf("%s: %w", doing, err)
 	}

@@ -470,7 +470,7 @@ func TestAMissingImageIsLoaded(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	go func() { <-begun; cancel() }()
 	// Who waits no more has not lost what is loaded: it goes on.
-	if err := p.Start(ctx, pool, "w1", 1); !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "loading the image far:test") {
+	if err := p.Start(ctx, pool, "w1", 1); !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "pulling the image far:test") {
 		t.Fatalf("a start that is given up: %v", err)
 	}
 	var starts sync.WaitGroup
@@ -485,6 +485,165 @@ func TestAMissingImageIsLoaded(t *testing.T) {
 	starts.Wait()
 	if all, err := p.List(t.Context(), pool); err != nil || len(all) != 2 || loads != 1 {
 		t.Errorf("%d loads made %v, %v", loads, all, err)
+	}
+}
+
+// impatient is a provider that waits for nothing, or not for long.
+func impatient(t *testing.T, patience, stall time.Duration) provider.Provider {
+	p := docker.New(join, slog.New(slog.DiscardHandler))
+	p.SetPatience(patience, stall, time.Hour)
+	t.Cleanup(func() { _ = p.Close() })
+	return p
+}
+
+// A pull of many minutes is no failure: each start says how far it is, and one pull is there for all.
+func TestALongPullMakesAStartLater(t *testing.T) {
+	t.Parallel()
+	e := newEngine(t)
+	p, pool := impatient(t, time.Millisecond, time.Hour), e.pool("chat", "plain", func(p *scale.Pool) { p.Docker.WorkerImage = "far:test" })
+	more := make(chan struct{})
+	loads := 0
+	e.load = func(w http.ResponseWriter, r *http.Request) {
+		loads++
+		loading(jsonstream.Message{Status: "Pulling fs layer", ID: "2"}, jsonstream.Message{Status: "Downloading", ID: "1", Progress: &jsonstream.Progress{Current: 3_000_000_000, Total: 8_500_000_000}})(w, r)
+		_ = http.NewResponseController(w).Flush()
+		<-more
+		e.mu.Lock()
+		e.images["far:test"] = true
+		e.mu.Unlock()
+	}
+	for {
+		err := p.Start(t.Context(), pool, "w1", 1)
+		later, ok := errors.AsType[*provider.Later](err)
+		if !ok {
+			t.Fatalf("while it is pulled: %v", err)
+		}
+		if later.For == "pulling the image far:test, 3.0 GB of at least 8.5 GB" {
+			break
+		}
+		if later.For != "pulling the image far:test" { // nothing has come yet
+			t.Fatal(later.For)
+		}
+	}
+	if err, ok := errors.AsType[*provider.Later](p.Start(t.Context(), pool, "w2", 2)); !ok {
+		t.Fatalf("of another worker: %v", err)
+	}
+	if all, err := p.List(t.Context(), pool); err != nil || len(all) != 0 {
+		t.Errorf("listed: %v, %v", all, err)
+	}
+	close(more)
+	for _, name := range []string{"w1", "w2"} {
+		for later := true; later; {
+			err := p.Start(t.Context(), pool, name, 2)
+			if _, later = errors.AsType[*provider.Later](err); !later && err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if all, err := p.List(t.Context(), pool); err != nil || len(all) != 2 || loads != 1 {
+		t.Errorf("%d pulls made %v, %v", loads, all, err)
+	}
+}
+
+// A pull that fails while nobody waits for it is told to who asks next, and then begun anew.
+func TestAPullThatFailsBetweenTwoStartsIsTold(t *testing.T) {
+	t.Parallel()
+	e := newEngine(t)
+	p, pool := impatient(t, time.Millisecond, time.Hour), e.pool("chat", "plain", func(p *scale.Pool) { p.Docker.WorkerImage = "far:test" })
+	fails, failed := make(chan struct{}), make(chan struct{}, 1)
+	e.load = func(w http.ResponseWriter, r *http.Request) {
+		<-fails
+		loading(jsonstream.Message{Error: &jsonstream.Error{Message: "unexpected EOF"}})(w, r)
+		select {
+		case failed <- struct{}{}:
+		default:
+		}
+	}
+	later := func() error {
+		err := p.Start(t.Context(), pool, "w1", 1)
+		if _, ok := errors.AsType[*provider.Later](err); ok {
+			return nil
+		}
+		return err
+	}
+	if err := later(); err != nil {
+		t.Fatal(err)
+	}
+	close(fails)
+	<-failed
+	var err error
+	for err == nil { // that it has failed may not have come through yet
+		err = later()
+	}
+	if !strings.Contains(err.Error(), "unexpected EOF") || e.count("create") != 1 {
+		t.Errorf("%v, after %d pulls", err, e.count("create"))
+	}
+	for e.count("create") < 2 { // it is tried again
+		if err := later(); err != nil && !strings.Contains(err.Error(), "unexpected EOF") {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestAPullThatDoesNotGoOnIsGivenUp(t *testing.T) {
+	t.Parallel()
+	e := newEngine(t)
+	p, pool := impatient(t, time.Hour, 100*time.Millisecond), e.pool("chat", "plain", func(p *scale.Pool) { p.Docker.WorkerImage = "far:test" })
+	loads := 0
+	e.load = func(w http.ResponseWriter, r *http.Request) {
+		loads++
+		for r.Context().Err() == nil { // it says the same again and again
+			loading(jsonstream.Message{Status: "Downloading", ID: "1", Progress: &jsonstream.Progress{Current: 3_000_000, Total: 9_000_000}})(w, r)
+			_ = http.NewResponseController(w).Flush()
+			select {
+			case <-time.After(5 * time.Millisecond):
+			case <-r.Context().Done():
+			}
+		}
+	}
+	for n := range 2 {
+		err := p.Start(t.Context(), pool, "w1", 1)
+		if _, later := errors.AsType[*provider.Later](err); err == nil || later || errors.Is(err, provider.ErrInvalid) || !strings.Contains(err.Error(), "far:test, 3 MB of 9 MB: nothing more of it came") {
+			t.Errorf("%v", err)
+		}
+		if loads != n+1 {
+			t.Errorf("it was tried %d times", loads)
+		}
+	}
+}
+
+func TestWhatDockerSaysOfAPullIsUnderstood(t *testing.T) {
+	t.Parallel()
+	of := func(id, status string, current, total int64) jsonstream.Message {
+		m := jsonstream.Message{ID: id, Status: status}
+		if total > 0 {
+			m.Progress = &jsonstream.Progress{Current: current, Total: total}
+		}
+		return m
+	}
+	p := docker.NewPull()
+	for _, step := range []struct {
+		says             jsonstream.Message
+		progress         string
+		moved, unpacking bool
+	}{
+		{of("latest", "Pulling from library/x", 0, 0), "", true, false},
+		{of("0", "Already exists", 0, 0), "", true, false},
+		{of("1", "Pulling fs layer", 0, 0), "", true, false},
+		{of("2", "Waiting", 0, 0), "", true, false},
+		{of("1", "Downloading", 10e6, 50e6), ", 10 MB of at least 50 MB", true, false},
+		{of("1", "Downloading", 10e6, 50e6), ", 10 MB of at least 50 MB", false, false},
+		{of("2", "Downloading", 1e6, 2e9), ", 11 MB of 2.0 GB", true, false},
+		{of("1", "Download complete", 0, 0), ", 51 MB of 2.0 GB", true, false},
+		{of("1", "Extracting", 5, 50e6), ", 51 MB of 2.0 GB", true, false},
+		{of("2", "Verifying Checksum", 0, 0), ", 2.0 GB of 2.0 GB", true, true},
+		{of("1", "Extracting", 6, 50e6), ", 2.0 GB of 2.0 GB", true, true},
+		{of("1", "Extracting", 6, 50e6), ", 2.0 GB of 2.0 GB", false, true},
+		{of("2", "Pull complete", 0, 0), ", 2.0 GB of 2.0 GB", true, true},
+	} {
+		if moved, unpacking := p.Hear(step.says); moved != step.moved || unpacking != step.unpacking || p.Progress() != step.progress {
+			t.Errorf("%+v: moved %t, unpacking %t, %q", step.says, moved, unpacking, p.Progress())
+		}
 	}
 }
 

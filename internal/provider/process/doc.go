@@ -7,6 +7,6 @@
 //
 // # Failure
 //
-// Each instance has a token, which is in the environment of all of its processes. So a process is known for certain, also if its file was written and its process id was not; one whose id was given to another process is not taken for it; and
+// Each instance has a token, which is in the environment of all of its processes. So a process is known for certain, also if its file was written and its process id was not; one that was never started is, by the next Start of its name; one whose id was given to another process is not taken for it; and
 // nothing that an engine leaves behind is forgotten when it is stopped.
 package process

@@ -64,7 +64,7 @@ func ending(pid int) bool {
 }
 
 // find is the id of the worker's process with the token, 0 if there is none: it leads a session, which its engine does not.
-func find(token string) (int, error) {
+func find(token, _ string) (int, error) {
 	all, err := leftovers(token)
 	for _, pid := range all {
 		if sid, _, err := syscall.RawSyscall(syscall.SYS_GETSID, uintptr(pid), 0, 0); err == 0 && int(sid) == pid {

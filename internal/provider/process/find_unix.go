@@ -27,7 +27,20 @@ func has(pid int, _, name string) (bool, error) {
 // ending cannot be told here.
 func ending(int) bool { return false }
 
-// find and leftovers need the environments of processes. A worker whose start was cut off between its two writes is not found here, and an engine ends with its worker.
-func find(string) (int, error) { return 0, nil }
+// find is the id of the process of the worker of the name, 0 if there is none.
+func find(_, name string) (int, error) {
+	out, err := exec.Command("ps", "-axww", "-o", "pid=,args=").Output()
+	if err != nil {
+		return 0, fmt.Errorf("looking for the process of worker %s: %w", name, err)
+	}
+	for line := range strings.Lines(string(out)) {
+		pid, args, _ := strings.Cut(strings.TrimSpace(line), " ")
+		if strings.Contains(args, "worker --name "+name+" ") {
+			return strconv.Atoi(pid)
+		}
+	}
+	return 0, nil
+}
 
+// leftovers needs the environments of processes: here an engine ends with its worker.
 func leftovers(string) ([]int, error) { return nil, nil }

@@ -235,7 +235,7 @@ func (p *Provider) heal(r *record) error {
 	if r.PID != 0 {
 		return nil
 	}
-	pid, err := find(r.Token)
+	pid, err := find(r.Token, r.Name)
 	if err != nil || pid == 0 {
 		return err
 	}
@@ -303,6 +303,8 @@ func (p *Provider) List(ctx context.Context, pool *scale.Pool) ([]provider.Insta
 		switch {
 		case !r.Stopping.IsZero():
 			i.State = provider.Stopping
+		case r.PID == 0: // nothing is wrong with it: the next Start makes it
+			i.State, i.Reason = provider.Pending, "the autoscaler ended while it started this worker"
 		case !alive:
 			i.State, i.Reason = provider.Failed, p.reason(r, pool)
 		}
@@ -316,9 +318,6 @@ func (p *Provider) List(ctx context.Context, pool *scale.Pool) ([]provider.Insta
 
 // reason says why an instance does not run any more: how it ended, and the last that it said.
 func (p *Provider) reason(r *record, pool *scale.Pool) string {
-	if r.PID == 0 {
-		return "the autoscaler ended while it started this worker"
-	}
 	said := provider.Clean(lastLines(p.path(r.Pool, r.Name, ".log")), pool, p.cfg.Join)
 	exit := cmp.Or(r.Exit, "its process has ended")
 	if said == "" {
@@ -380,7 +379,7 @@ func lastLines(path string) string {
 	return strings.Join(lines[max(0, len(lines)-3):], "; ")
 }
 
-// Start starts a process under the name, unless there is one.
+// Start starts a process under the name, unless there is one. What a start that was cut off has left of it is made anew.
 func (p *Provider) Start(ctx context.Context, pool *scale.Pool, name string, _ int) error {
 	if err := p.check(pool, name); err != nil {
 		return err
@@ -390,10 +389,19 @@ func (p *Provider) Start(ctx context.Context, pool *scale.Pool, name string, _ i
 		return err
 	}
 	defer unlock()
-	if r, err := p.load(pool.Name, name); err != nil || r != nil {
+	r, err := p.load(pool.Name, name)
+	if err != nil {
 		return err
 	}
-	r := &record{Pool: pool.Name, Name: name, Token: rand.Text(), Created: time.Now().UTC().Truncate(time.Millisecond), Drain: time.Duration(pool.Drain)}
+	if r != nil {
+		if err := p.heal(r); err != nil || r.PID != 0 {
+			return err
+		}
+		if err := os.Remove(p.path(pool.Name, name, ".json")); err != nil { // with its port and its GPUs
+			return fmt.Errorf("starting worker %s anew: %w", name, err)
+		}
+	}
+	r = &record{Pool: pool.Name, Name: name, Token: rand.Text(), Created: time.Now().UTC().Truncate(time.Millisecond), Drain: time.Duration(pool.Drain)}
 	if err := p.reserve(r, pool); err != nil {
 		return err
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -13,6 +14,7 @@ import (
 
 	"github.com/millrace/millrace/internal/provider"
 	"github.com/millrace/millrace/internal/provider/process"
+	"github.com/millrace/millrace/internal/scale"
 )
 
 // edit changes an instance's file, as a crash would have left it.
@@ -56,25 +58,70 @@ func TestAWorkerWhoseIdWasNotWrittenIsFound(t *testing.T) {
 	}
 }
 
-func TestAStartThatACrashCutOffHasFailed(t *testing.T) {
+// cutOff has another process start a worker of the pool, and kills it once it has written the worker's file and not started the worker: there it waits for somebody to read the log.
+func (w *world) cutOff(pool *scale.Pool, name string) {
+	w.t.Helper()
+	log := filepath.Join(w.dir, pool.Name, name+".log")
+	if err := errors.Join(os.MkdirAll(filepath.Dir(log), 0o700), syscall.Mkfifo(log, 0o600)); err != nil {
+		w.t.Fatal(err)
+	}
+	raw, err := json.Marshal(pool)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	starter := exec.Command(os.Args[0])
+	starter.Env = append(os.Environ(), behaviour+"=starter", "DIR="+w.dir, "POOL="+string(raw), "NAME="+name)
+	if err := starter.Start(); err != nil {
+		w.t.Fatal(err)
+	}
+	eventually(w.t, func() error {
+		_, err := os.Stat(filepath.Join(w.dir, pool.Name, name+".json"))
+		return err
+	})
+	if err := starter.Process.Kill(); err != nil {
+		w.t.Error(err)
+	}
+	_ = starter.Wait() // it was killed
+	if err := os.Remove(log); err != nil {
+		w.t.Error(err)
+	}
+}
+
+// It is no failure of the pool's that whoever started a worker died: the next start of that name starts it, with a port and GPUs of its own.
+func TestAStartThatACrashCutOffIsMadeAnew(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.gpus = 1
+	p, pool := w.open(), w.pool("p", "plain")
+	pool.Shape.GPUs = 1
+	w.cutOff(pool, "a")
+	for range 2 {
+		all, err := p.List(t.Context(), pool)
+		if err != nil || len(all) != 1 || all[0].State != provider.Pending || !strings.Contains(all[0].Reason, "the autoscaler ended while it started") {
+			t.Fatalf("%+v %v", all, err)
+		}
+	}
+	if err := p.Start(t.Context(), pool, "b", 2); !errors.Is(err, provider.ErrCapacity) {
+		t.Errorf("what it was to have was given to another one: %v", err)
+	}
+	defer stopAll(t, p)
+	for range 2 { // the second changes nothing
+		if err := p.Start(t.Context(), pool, "a", 1); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if all, err := p.List(t.Context(), pool); err != nil || len(all) != 1 || all[0].State != provider.Running || all[0].Reason != "" {
+		t.Errorf("%+v %v", all, err)
+	}
+	w.facts(pool, "a")
+}
+
+func TestAStartThatACrashCutOffIsTidiedAwayIfItIsNotWanted(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	p, pool := w.open(), w.pool("p", "plain")
-	if err := p.Start(t.Context(), pool, "a", 1); err != nil {
-		t.Fatal(err)
-	}
-	stopping := w.pool("p", "plain")
-	w.edit("p", "a", func(r map[string]any) {
-		if err := syscall.Kill(w.pid("p", "a"), syscall.SIGKILL); err != nil {
-			t.Error(err)
-		}
-		r["pid"], r["token"] = 0, "never started"
-	})
-	all, err := p.List(t.Context(), pool)
-	if err != nil || len(all) != 1 || all[0].State != provider.Failed || !strings.Contains(all[0].Reason, "the autoscaler ended while it started") {
-		t.Errorf("%+v %v", all, err)
-	}
-	if err := p.Stop(t.Context(), stopping, "a"); err != nil {
+	w.cutOff(pool, "a")
+	if err := p.Stop(t.Context(), pool, "a"); err != nil {
 		t.Error(err)
 	}
 	if all, err := p.List(t.Context(), pool); err != nil || len(all) != 0 {

@@ -3,6 +3,7 @@
 package process_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -40,6 +41,10 @@ func TestMain(m *testing.M) {
 
 // work is what a worker does here.
 func work(behaviour string) {
+	if behaviour == "starter" {
+		startOne()
+		return
+	}
 	told := make(chan os.Signal, 2)
 	signal.Notify(told, syscall.SIGTERM)
 	if behaviour == "stubborn" {
@@ -79,6 +84,22 @@ func work(behaviour string) {
 		fmt.Fprintf(os.Stdout, "engine=%d\n", engine.Process.Pid)
 	}
 	<-told
+	os.Exit(0)
+}
+
+// startOne starts a worker as an autoscaler does.
+func startOne() {
+	var pool scale.Pool
+	if err := json.Unmarshal([]byte(os.Getenv("POOL")), &pool); err != nil {
+		panic(err)
+	}
+	p, err := process.New(process.Config{Dir: os.Getenv("DIR"), Binary: os.Args[0]}, slog.New(slog.DiscardHandler))
+	if err != nil {
+		panic(err)
+	}
+	if err := p.Start(context.Background(), &pool, os.Getenv("NAME"), 1); err != nil {
+		panic(err)
+	}
 	os.Exit(0)
 }
 
