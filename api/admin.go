@@ -168,7 +168,7 @@ func (s *Server) modelQueue(ctx context.Context, m job.Model, backlog *results.B
 		if w.Worker != nil {
 			q.Workers[w.Worker.State]++
 			q.CapacityTokens += w.Worker.Capacity
-			q.RunningTokens += max(0, w.Worker.Capacity-w.Worker.Free)
+			q.RunningTokens += w.Worker.Used
 		}
 	}
 	if info, ok := s.queueInfo(m); ok {

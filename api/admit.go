@@ -15,6 +15,9 @@ import (
 // settleTime is for how long after its start, or after its connection came back, a process may not yet have heard of every model: an unknown one is looked for again until then.
 const settleTime = 1500 * time.Millisecond
 
+// learnTime is in how long it is worth asking again for a model that a worker which starts may serve.
+const learnTime = 5 * time.Second
+
 // admit decides whether a new job may enter, and where it waits. j is the job but for its id and times, r its request.
 func (s *Server) admit(ctx context.Context, j *job.Job, r *request, live bool) (place, error) {
 	if c := callerOf(ctx); c != nil && !mayUse(c.identity, r.model) {
@@ -110,9 +113,10 @@ func (s *Server) outlook(ctx context.Context, j *job.Job, v *admission.View) {
 	}
 }
 
-// known tells whether the model exists: a worker serves it or did within the last day, or its queue holds work.
+// known tells whether the model exists: a worker serves it or did within the last day, or its queue holds work. While a worker starts that may come to serve it, nobody can tell: that is an error.
 func (s *Server) known(ctx context.Context, m job.Model) (cluster.KnownModel, bool, error) {
 	for {
+		learning := s.deps.Cluster.Learning() // before what is known, lest what it learns meanwhile is missed
 		for _, k := range s.deps.Cluster.Known() {
 			if k.Model == m {
 				return k, true, nil
@@ -122,7 +126,12 @@ func (s *Server) known(ctx context.Context, m job.Model) (cluster.KnownModel, bo
 		if held || err != nil {
 			return cluster.KnownModel{Model: m}, held, err
 		}
-		if s.deps.Cluster.Listening(s.started) > settleTime {
+		switch settled := s.deps.Cluster.Listening(s.started) > settleTime; {
+		case settled && learning:
+			f := fail(http.StatusServiceUnavailable, job.CodeModelUnavailable, "The model %.100q is not known yet: a worker starts whose engine has not told what it serves. Try again later.", string(m)).at("model")
+			f.after = learnTime
+			return cluster.KnownModel{}, false, f
+		case settled:
 			return cluster.KnownModel{}, false, nil
 		}
 		select {

@@ -189,7 +189,7 @@ func TestAKeyEnds(t *testing.T) {
 	if _, err := e.ledger.RevokeKey(t.Context(), k.ID); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := e.ledger.UpdateTenant(t.Context(), ledger.Tenant{ID: "acme", Disabled: true}); err != nil {
+	if _, err := e.ledger.UpdateTenant(t.Context(), "acme", func(t *ledger.Tenant) error { t.Disabled = true; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	secret, _, err := e.ledger.RotateKey(t.Context(), old.ID, 0)

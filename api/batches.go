@@ -133,24 +133,44 @@ func (s *Server) createBatch(c echo.Context) error {
 	if err != nil {
 		return err
 	}
-	id := identityOf(c)
-	if err := s.allow(c.Request().Context(), id, 0); err != nil {
-		return err
-	}
-	s.own(b, id, window)
+	s.own(b, identityOf(c), window)
 	// Once begun it is carried out though its client may leave.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(c.Request().Context()), storeTimeout)
 	defer cancel()
-	bound, repeated, err := s.once(ctx, b.Tenant, route(c), d, b.ID)
-	if err != nil {
-		return err
+	stored, _, err := s.beginBatch(ctx, c, d, b)
+	if err == nil && stored == nil {
+		stored, err = s.putBatch(ctx, b)
 	}
-	b.ID = bound
-	stored, err := s.putBatch(ctx, b, repeated)
 	if err != nil {
 		return err
 	}
 	return writeJSON(c, http.StatusOK, newBatchObject(stored))
+}
+
+// beginBatch binds the key of a create to b, and counts it as a request. If it repeats an earlier one it costs nothing, and that one's batch comes back; if that one went no further (repeated), b has its id now.
+func (s *Server) beginBatch(ctx context.Context, c echo.Context, d dedupe, b *ledger.Batch) (earlier *ledger.Batch, repeated bool, err error) {
+	if d.fresh() {
+		if err := s.allow(ctx, identityOf(c), 0); err != nil {
+			return nil, false, err
+		}
+	}
+	bound, repeated, err := s.once(ctx, b.Tenant, route(c), d, b.ID)
+	if err != nil {
+		return nil, false, err
+	}
+	if b.ID = bound; repeated {
+		earlier, err := s.deps.Ledger.Batch(ctx, b.Tenant, b.ID)
+		if !errors.Is(err, ledger.ErrNotFound) {
+			return earlier, true, batchFailure("reading", b.ID, err)
+		}
+	}
+	if !d.fresh() {
+		err = s.allow(ctx, identityOf(c), 0)
+	}
+	if err != nil && !repeated {
+		s.forget(ctx, b.Tenant, route(c), d, b.ID)
+	}
+	return nil, repeated, err
 }
 
 // own makes b a fresh batch of the caller's.
@@ -160,14 +180,8 @@ func (s *Server) own(b *ledger.Batch, id *ledger.Identity, window time.Duration)
 	b.Status, b.Created, b.Expires = ledger.Validating, now, now+job.Millis(window.Milliseconds())
 }
 
-// putBatch stores a batch and wakes whoever drives it. repeated: its id is that of an earlier create, whose batch comes back if it is there. If we crash behind the insert the batch runs, and a retry with the same key finds it.
-func (s *Server) putBatch(ctx context.Context, b *ledger.Batch, repeated bool) (*ledger.Batch, error) {
-	if repeated {
-		earlier, err := s.deps.Ledger.Batch(ctx, b.Tenant, b.ID)
-		if !errors.Is(err, ledger.ErrNotFound) {
-			return earlier, batchFailure("reading", b.ID, err)
-		}
-	}
+// putBatch stores a batch and wakes whoever drives it. If we crash behind the insert the batch runs, and a retry with the same key finds it.
+func (s *Server) putBatch(ctx context.Context, b *ledger.Batch) (*ledger.Batch, error) {
 	err := s.deps.Ledger.CreateBatch(ctx, *b)
 	if errors.Is(err, ledger.ErrExists) { // another request with the same key was faster
 		earlier, err := s.deps.Ledger.Batch(ctx, b.Tenant, b.ID)
@@ -517,31 +531,17 @@ func (s *Server) retryBatch(c echo.Context) error {
 		return err
 	}
 	id := identityOf(c)
-	if err := s.allow(c.Request().Context(), id, 0); err != nil {
-		return err
-	}
 	b := &ledger.Batch{Endpoint: old.Endpoint, Window: old.Window, OutputExpires: old.OutputExpires, RetryOf: old.ID, Metadata: retryMetadata(old)}
 	s.own(b, id, window)
 	ctx, cancel := context.WithTimeout(c.Request().Context(), retryTimeout)
 	defer cancel()
-	bound, repeated, err := s.once(ctx, b.Tenant, route(c), d, b.ID)
-	if err != nil {
-		return err
-	}
-	if b.ID = bound; repeated {
-		earlier, err := s.deps.Ledger.Batch(ctx, b.Tenant, b.ID)
-		if err == nil {
-			return writeJSON(c, http.StatusOK, newBatchObject(earlier))
-		}
-		if !errors.Is(err, ledger.ErrNotFound) {
-			return batchFailure("reading", b.ID, err)
-		}
-	}
-	stored, err := s.storeRetry(ctx, &id.Tenant, old, b, repeated)
-	if err != nil {
-		if !repeated {
+	stored, repeated, err := s.beginBatch(ctx, c, d, b)
+	if err == nil && stored == nil {
+		if stored, err = s.storeRetry(ctx, &id.Tenant, old, b); err != nil && !repeated {
 			s.forget(ctx, b.Tenant, route(c), d, b.ID)
 		}
+	}
+	if err != nil {
 		return err
 	}
 	return writeJSON(c, http.StatusOK, newBatchObject(stored))
@@ -560,7 +560,7 @@ func retryMetadata(old *ledger.Batch) map[string]string {
 }
 
 // storeRetry makes the file of old's failed lines, and the batch b of it.
-func (s *Server) storeRetry(ctx context.Context, t *ledger.Tenant, old, b *ledger.Batch, repeated bool) (*ledger.Batch, error) {
+func (s *Server) storeRetry(ctx context.Context, t *ledger.Tenant, old, b *ledger.Batch) (*ledger.Batch, error) {
 	f, err := s.failedLines(ctx, old)
 	if err != nil {
 		return nil, err
@@ -577,7 +577,7 @@ func (s *Server) storeRetry(ctx context.Context, t *ledger.Tenant, old, b *ledge
 		return nil, fmt.Errorf("storing the row of file %s: %w", f.ID, err)
 	}
 	b.InputFile = f.ID
-	stored, err := s.putBatch(short, b, repeated)
+	stored, err := s.putBatch(short, b)
 	if err != nil || stored.InputFile != f.ID { // another retry with the same key was faster, or nobody knows: a file that a batch reads is not deleted
 		if _, err := s.deps.Ledger.DeleteFile(short, f.Tenant, f.ID); err == nil {
 			s.dropBlob(short, f.Blob)

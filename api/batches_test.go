@@ -326,8 +326,12 @@ func TestCreateBatchOnce(t *testing.T) {
 	if retried := id(e.create(one, count("2")...)); second == plain || retried != second {
 		t.Errorf("%s, %s and %s", plain, second, retried)
 	}
-	if first, again := id(e.create(one)), id(e.create(one)); first == again {
+	before, silent := id(e.create(one)), id(e.create(one))
+	if before == silent {
 		t.Error("two creates without any word are one")
+	}
+	if retried := id(e.create(one, count("1")...)); retried != silent {
+		t.Errorf("the retry of a create without any word is %s, want %s", retried, silent)
 	}
 	// Many at a time are one.
 	ids := make([]string, 20)
@@ -724,12 +728,7 @@ func TestRetryKeepsToTheQuotaAndTheMetadata(t *testing.T) {
 	if m := o["metadata"].(map[string]any); len(m) != 16 || m["millrace_retry_of"] != nil {
 		t.Errorf("%v", m)
 	}
-	tenant, err := e.ledger.Tenant(t.Context(), "a")
-	if err != nil {
-		t.Fatal(err)
-	}
-	tenant.Limits.FileBytes = 1
-	if _, err := e.ledger.UpdateTenant(t.Context(), *tenant); err != nil {
+	if _, err := e.ledger.UpdateTenant(t.Context(), "a", func(t *ledger.Tenant) error { t.Limits.FileBytes = 1; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	e.stopAPI() // another process has not heard of the old limit

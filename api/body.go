@@ -45,7 +45,7 @@ func (s *Server) readBodyUpTo(c echo.Context, limit int64, tooLarge *failure) (b
 	}
 	control := http.NewResponseController(c.Response().Writer)
 	if r.ContentLength > limit {
-		refuseBody(takeBody(c.Response().Writer), control)
+		refuseBody(c.Response().Writer, r)
 		return nil, nil, nil, tooLarge
 	}
 	giveBack := func() {} // not the named result, which an error's return sets to nil
@@ -70,11 +70,10 @@ func (s *Server) readBodyUpTo(c echo.Context, limit int64, tooLarge *failure) (b
 	return body, o, giveBack, err
 }
 
-// refuseBody makes the server read nothing more of a body. The server is told that a limit was hit, by a reader that needs no byte of the body: it then closes the connection only after the client has had time to see why.
-// server is its own writer, as takeBody returns it.
-func refuseBody(server http.ResponseWriter, control *http.ResponseController) {
-	_, _ = http.MaxBytesReader(server, io.NopCloser(strings.NewReader("x")), 0).Read(make([]byte, 1))
-	_ = control.SetReadDeadline(time.Now().Add(restTimeout)) // of what the server reads after the answer
+// refuseBody makes the server read nothing more of r's body before w's answer. The server is told that a limit was hit, by a reader that needs no byte of the body: it then closes the connection, once the client has had time to see why.
+func refuseBody(w http.ResponseWriter, r *http.Request) {
+	_, _ = http.MaxBytesReader(takeBody(w), io.NopCloser(strings.NewReader("x")), 0).Read(make([]byte, 1))
+	leaveBody(w, r)
 }
 
 // bodyFailure is what a client is told whose body could not be read, for the reason err. tooLarge is what it is told of one that is too large.
@@ -82,6 +81,7 @@ func (s *Server) bodyFailure(c echo.Context, err error, tooLarge *failure) error
 	var over *http.MaxBytesError
 	switch {
 	case errors.As(err, &over):
+		leaveBody(c.Response().Writer, c.Request())
 		return tooLarge
 	case errors.Is(err, os.ErrDeadlineExceeded): // before the context, for the server takes any failure to read for the client's leave
 		c.Response().Header().Set(echo.HeaderConnection, "close") // the deadline stays: the server would read on

@@ -1,9 +1,12 @@
 package api_test
 
 import (
+	"bufio"
 	"context"
 	"errors"
+	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -60,4 +63,64 @@ func TestBodiesThatBreakOff(t *testing.T) {
 			t.Errorf("%s: %d %s", name, rec.Code, rec.Body)
 		}
 	}
+}
+
+// A client that sends all of its body before it looks for an answer gets the answer, however much of the body nobody wants.
+func TestRefusalsReachClientsThatSendFirst(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{MaxBody: 1 << 20, MaxFile: 1 << 20, APIKey: "k"})
+	const large = 64 << 20 // more than any kernel buffers
+	const key, upload = "Authorization: Bearer k\r\n", "Content-Type: multipart/form-data; boundary=x\r\n"
+	for name, tt := range map[string]struct{ head, want string }{
+		"a large request":           {"POST /v1/jobs HTTP/1.1\r\n" + key, "HTTP/1.1 413 "},
+		"a large file":              {"POST /v1/files HTTP/1.1\r\n" + key + upload, "HTTP/1.1 413 "},
+		"a request without a key":   {"POST /v1/chat/completions HTTP/1.1\r\n", "HTTP/1.1 401 "},
+		"a request for no route":    {"POST /v1/nothing HTTP/1.1\r\n" + key, "HTTP/1.1 404 "},
+		"a request of another kind": {"POST /v1/jobs HTTP/1.1\r\n" + key + upload, "HTTP/1.1 415 "},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			if _, err := fmt.Fprintf(conn, "%sHost: x\r\nContent-Length: %d\r\n\r\n", tt.head, large); err != nil {
+				t.Fatal(err)
+			}
+			piece := make([]byte, 1<<20)
+			for range large / len(piece) {
+				if _, err := conn.Write(piece); err != nil {
+					t.Fatal(err)
+				}
+			}
+			got, err := io.ReadAll(conn)
+			if err != nil || !strings.HasPrefix(string(got), tt.want) || !strings.Contains(string(got), "\r\nX-Request-Id: ") {
+				t.Errorf("%q, %v", got, err)
+			}
+		})
+	}
+}
+
+func TestOptionsOfTheServerAreNoRoute(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if _, err := io.WriteString(conn, "OPTIONS * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	raw, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer{resp.StatusCode, resp.Header, raw}.wantError(t, http.StatusNotFound, job.CodeUnknownURL, "")
 }

@@ -2,11 +2,13 @@ package api
 
 import (
 	"math"
+	"net/http"
 	"regexp"
 	"slices"
 	"strings"
 	"time"
 
+	"github.com/millrace/millrace/internal/admission"
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 )
@@ -124,6 +126,18 @@ func (s *Server) unavailable(m job.Model, now time.Time) (why string, next time.
 		next = time.Duration(*p.in * float64(time.Second))
 	}
 	return forStrangers(p.failure), next
+}
+
+// hopeless is what a call is told that was let in and that nobody has taken, once no worker of its model can be started; nil while one is ready or may be. A start that is under way may succeed, and is tried for the sake of those who wait.
+// What is heard right after the connection came back may not be all yet.
+func (s *Server) hopeless(m job.Model, now time.Time) *failure {
+	why, next := s.unavailable(m, now)
+	starts := func(p cluster.PoolInfo) bool { return p.Starting > 0 }
+	if why == "" || slices.ContainsFunc(s.pools(m), starts) || s.deps.Cluster.Listening(s.started) <= settleTime {
+		return nil
+	}
+	d := admission.Unavailable(m, admission.View{Unavailable: why, NextTry: next})
+	return &failure{status: http.StatusServiceUnavailable, body: d.Refuse, after: d.After}
 }
 
 // maxFailure bounds what a client is told of why workers cannot be started, in bytes.

@@ -13,6 +13,7 @@ import (
 	"github.com/millrace/millrace/api"
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/queue"
 )
 
 // poolBeat is the leading autoscaler's word of the model's pool.
@@ -209,6 +210,66 @@ func TestCallsOfAModelThatCannotStartAreRefusedAndJobsWait(t *testing.T) {
 	}
 }
 
+// TestHeldCallsAreToldOnceNoWorkerCanBeStarted: those that came before the pool's starts were known to fail end as those do that come after, and nothing of them is left. Who began the try that is under way waits for its end; jobs stay.
+func TestHeldCallsAreToldOnceNoWorkerCanBeStarted(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{KeepAlive: 90 * time.Millisecond})
+	failing := cluster.PoolInfo{Wanted: 1, Starting: 1, Unavailable: "sh ended with 1", RetryAt: in(-time.Second)}
+	set := e.poolOf(cluster.PoolInfo{Wanted: 1, Starting: 1})
+	id := e.submit(jobBody(chat(2, ""), ""))
+	plain := make(chan answer, 1)
+	go func() { plain <- e.send("POST", "/v1/chat/completions", chat(2, "")) }()
+	streams := make(map[string]*bufio.Reader)
+	for path, body := range map[string]string{
+		"/v1/chat/completions": chat(2, `,"stream":true`), "/v1/responses": `{"model":"` + string(model) + `","input":"hi","stream":true}`,
+	} {
+		resp := e.open(t.Context(), "POST", path, body)
+		defer resp.Body.Close()
+		streams[path] = bufio.NewReader(resp.Body)
+	}
+	heard := func(path, what string) {
+		t.Helper()
+		for {
+			line, err := streams[path].ReadString('\n')
+			if err != nil || !strings.HasPrefix(line, ": queued ") {
+				t.Fatalf("%s: %q, %v", path, line, err)
+			}
+			if strings.Contains(line, what) {
+				return
+			}
+		}
+	}
+	heard("/v1/chat/completions", "reason=starting")
+	heard("/v1/responses", "reason=starting")
+	set(poolBeat(failing)) // the third try, which they began
+	heard("/v1/chat/completions", "reason=model_unavailable")
+	eventually(t, "this is old enough for all to be heard", func() bool { return e.cluster.Listening(time.Time{}) > 3*time.Second })
+	heard("/v1/chat/completions", "reason=model_unavailable")
+	if n := e.server.Held(); n != 3 {
+		t.Fatalf("%d calls are held while a start is tried", n)
+	}
+	failing.Starting, failing.RetryAt = 0, in(40*time.Second)
+	set(poolBeat(failing))
+	a := <-plain
+	a.wantError(t, http.StatusServiceUnavailable, job.CodeModelUnavailable, "")
+	if after, _ := strconv.Atoi(a.header.Get("Retry-After")); after < 20 || after > 60 || !strings.Contains(a.errorOf(t).Message, "sh ended with 1") {
+		t.Errorf("Retry-After %q: %s", a.header.Get("Retry-After"), a.body)
+	}
+	for path, stream := range streams {
+		rest, err := io.ReadAll(stream)
+		if err != nil || !strings.Contains(string(rest), "\ndata: {") || !strings.Contains(string(rest), `"code":"model_unavailable"`) {
+			t.Errorf("the stream of %s ends with %q, %v", path, rest, err)
+		}
+	}
+	eventually(t, "nothing of them is left", func() bool {
+		depth, err := e.queue.Depth(t.Context(), queue.Live, model)
+		return err == nil && depth.Bytes == 0 && e.server.Held() == 0
+	})
+	if o := e.send("GET", "/v1/jobs/"+string(id), "").object(t); o["status"] != "queued" {
+		t.Errorf("the job is %v", o["status"])
+	}
+}
+
 // TestAStandbyAutoscalerIsNotBelieved: only the leader knows what its pools do.
 func TestAStandbyAutoscalerIsNotBelieved(t *testing.T) {
 	t.Parallel()
@@ -253,7 +314,7 @@ func TestAnOperatorDrainsAWorker(t *testing.T) {
 	eventually(t, "they are heard", func() bool { return len(e.cluster.Workers(model)) == 3 })
 	told := make(chan string, 8)
 	for _, id := range []string{"gpu 1", "twin-b"} {
-		if err := e.cluster.OnDrain(t.Context(), id, func() { told <- id }); err != nil {
+		if err := e.cluster.OnDrain(t.Context(), id, func(time.Duration) { told <- id }); err != nil {
 			t.Fatal(err)
 		}
 	}

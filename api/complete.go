@@ -75,6 +75,7 @@ func (s *Server) complete(endpoint job.Endpoint) echo.HandlerFunc {
 			if sub.job.Metadata, err = metadataField(o); err != nil {
 				return err
 			}
+			sub.job.Echo = responses.Echo(o)
 		}
 		v, err := s.submit(c.Request().Context(), j.Tenant, sub)
 		if err != nil {

@@ -46,14 +46,7 @@ func (f *failure) Unwrap() error { return f.cause }
 const statusClientGone = 499
 
 func fail(status int, code job.Code, format string, args ...any) *failure {
-	typ := job.TypeInvalidRequest
-	switch {
-	case status == http.StatusTooManyRequests:
-		typ = job.TypeRateLimit
-	case status >= 500:
-		typ = job.TypeServer
-	}
-	return &failure{status: status, body: job.NewError(typ, code, fmt.Sprintf(format, args...))}
+	return &failure{status: status, body: job.NewError(job.TypeOf(status), code, fmt.Sprintf(format, args...))}
 }
 
 // invalid is a 400 that names the field at fault; "" names none.
@@ -207,23 +200,16 @@ func jobFailure(e *job.Error) *failure {
 }
 
 // engineError makes of an engine's answer with an error status an error object. The engine's own bytes are kept where they are one; what is missing of the
-// four keys, or is of another type, is mended in place.
+// four keys, or is of another type, is mended in place; so is the word for its kind under a status that has one.
 func engineError(status int, body []byte) []byte {
-	if mended := mendError(body); mended != nil {
+	if mended := mendError(status, body); mended != nil {
 		return mended
 	}
 	text := string(bytes.ToValidUTF8(body[:min(len(body), 2000)], nil))
 	if text == "" {
 		text = http.StatusText(status)
 	}
-	typ := job.TypeInvalidRequest
-	switch {
-	case status == http.StatusTooManyRequests:
-		typ = job.TypeRateLimit
-	case status >= 500:
-		typ = job.TypeServer
-	}
-	return encode(errorObject{job.NewError(typ, job.CodeEngineError, "The engine answered "+strconv.Itoa(status)+": "+text)})
+	return encode(errorObject{job.NewError(job.TypeOf(status), job.CodeEngineError, "The engine answered "+strconv.Itoa(status)+": "+text)})
 }
 
 // errorIn is the error that an engine's answer with an error status tells.
@@ -235,8 +221,8 @@ func errorIn(status int, body []byte) *job.Error {
 	return o.Error
 }
 
-// mendError returns body, edited where its error object needs it, or nil if it has no error object with a message.
-func mendError(body []byte) []byte {
+// mendError returns the body of an answer with an error status, edited where its error object needs it, or nil if it has no error object with a message.
+func mendError(status int, body []byte) []byte {
 	o, err := job.ParseObject(body)
 	if err != nil {
 		return nil
@@ -254,8 +240,8 @@ func mendError(body []byte) []byte {
 			inner, err = job.SetField(inner, key, []byte(value))
 		}
 	}
-	if !isString(e.Get("type")) {
-		set("type", strconv.Quote(job.TypeInvalidRequest))
+	if typ := strconv.Quote(job.TypeOf(status)); !isString(e.Get("type")) || typ != strconv.Quote(job.TypeInvalidRequest) && string(e.Get("type")) != typ {
+		set("type", typ)
 	}
 	for _, key := range []string{"param", "code"} {
 		switch v := e.Get(key); {

@@ -75,5 +75,7 @@ func (p Pace) Tokens(m job.Model, workers []cluster.Member, mean float64) float6
 	return p.p.tokens(m, workers, mean)
 }
 
-func (p Pace) Observe(now time.Time, workers []cluster.Member) { p.p.observe(now, workers) }
-func (p Pace) Of(m job.Model) float64                          { return p.p.of(m) }
+func (p Pace) Observe(now time.Time, workers []cluster.Member, waits bool) {
+	p.p.observe(now, workers, func(job.Model) bool { return waits })
+}
+func (p Pace) Of(m job.Model) float64 { return p.p.of(m) }

@@ -87,7 +87,7 @@ func TestLimitOnRunningWorkIsHeldByTheLine(t *testing.T) {
 	if err := e.queue.EnsureModel(t.Context(), model); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := e.ledger.UpdateTenant(t.Context(), ledger.Tenant{ID: job.DefaultTenant, Weight: 100, Limits: ledger.Limits{Running: 2}}); err != nil {
+	if _, err := e.ledger.UpdateTenant(t.Context(), job.DefaultTenant, func(t *ledger.Tenant) error { t.Limits.Running = 2; return nil }); err != nil {
 		t.Fatal(err)
 	}
 	told := make(chan relay.Lined, 16)

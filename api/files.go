@@ -94,8 +94,10 @@ func (s *Server) createFile(c echo.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := s.allow(ctx, id, 0); err != nil {
-		return err
+	if d.fresh() { // what may repeat an earlier upload is charged once it is known not to
+		if err := s.allow(ctx, id, 0); err != nil {
+			return err
+		}
 	}
 	room, err := s.fileRoom(ctx, &id.Tenant, d)
 	if err != nil {
@@ -164,7 +166,7 @@ func (s *Server) readForm(c echo.Context, room int64) (*fileForm, error) {
 	}
 	control, server := http.NewResponseController(c.Response().Writer), takeBody(c.Response().Writer)
 	if r.ContentLength > s.cfg.MaxFile+maxForm {
-		refuseBody(server, control)
+		refuseBody(c.Response().Writer, r)
 		return nil, s.fileTooLarge()
 	}
 	in := &patientReader{from: http.MaxBytesReader(server, r.Body, s.cfg.MaxFile+maxForm), control: control, end: time.Now().Add(uploadTimeout)}
@@ -176,7 +178,7 @@ func (s *Server) readForm(c echo.Context, room int64) (*fileForm, error) {
 		in.end = time.Now().Add(restTimeout)
 		_, err = io.CopyN(io.Discard, body, maxForm) // what stands behind the last boundary
 		if err == nil || body.err != nil {
-			refuseBody(server, control) // whatever that is, it is not ours
+			refuseBody(c.Response().Writer, r) // whatever that is, it is not ours
 		} else {
 			in.done()
 		}
@@ -191,7 +193,7 @@ func (s *Server) readForm(c echo.Context, room int64) (*fileForm, error) {
 	if _, rest := io.CopyN(io.Discard, body, maxRest); errors.Is(rest, io.EOF) {
 		in.done()
 	} else {
-		refuseBody(server, control)
+		refuseBody(c.Response().Writer, r)
 	}
 	return form, err
 }
@@ -375,10 +377,12 @@ type firstLine struct {
 	number int64  // of the lines before it
 	text   []byte // its beginning
 	cut    bool   // it is longer
+	any    bool   // the file has a byte
 	done   bool   // there is one, and text has all of it that is looked at
 }
 
 func (f *firstLine) Write(p []byte) (int, error) {
+	f.any = f.any || len(p) > 0
 	for rest := p; len(rest) > 0 && !f.done; {
 		piece, after, ended := bytes.Cut(rest, []byte("\n"))
 		if len(f.text) == 0 {
@@ -409,14 +413,14 @@ func (f *firstLine) content() []byte {
 	return bytes.TrimSpace(text)
 }
 
-// judge tells what is wrong with the beginning of a batch's file: all of it is looked at when a batch is made of it.
+// judge tells what is wrong with the beginning of a batch's file: an empty one, and one whose first line is not JSON at all. The rest is looked at when a batch is made of it.
 func (f *firstLine) judge() error {
 	text := f.content()
 	switch {
-	case len(text) == 0:
+	case !f.any:
 		return invalid("file", job.CodeEmptyFile, "The file is empty: a batch's file holds one JSON object per line.")
-	case text[0] != '{', !f.cut && !json.Valid(text), f.cut && !beginsJSON(text):
-		return invalid("file", job.CodeInvalidJSONLine, "Line %d of the file is not a JSON object: a batch's file holds one JSON object per line.", f.number+1)
+	case len(text) > 0 && (f.cut && !beginsJSON(text) || !f.cut && !json.Valid(text)):
+		return invalid("file", job.CodeInvalidJSONLine, "Line %d of the file is not JSON: a batch's file holds one JSON object per line.", f.number+1)
 	}
 	return nil
 }
@@ -429,28 +433,6 @@ func beginsJSON(text []byte) bool {
 		return errors.Is(err, io.ErrUnexpectedEOF)
 	}
 	return len(bytes.TrimSpace(text[d.InputOffset():])) == 0
-}
-
-// retryOf reads from a request's headers which earlier create it may repeat. What is asked is not known yet: see dedupe.of.
-func retryOf(h http.Header) (dedupe, error) {
-	key, count := h.Get(headerKey), h.Get(headerRetryCount)
-	switch {
-	case len(key) > maxKey:
-		return dedupe{}, invalid(headerKey, job.CodeInvalidValue, "The idempotency key has %d bytes: at most %d are allowed.", len(key), maxKey)
-	case key != "":
-		return dedupe{key: hashKey("client", key)}, nil
-	}
-	n, err := strconv.Atoi(count)
-	return dedupe{implied: count != "", retry: err == nil && n > 0}, nil
-}
-
-// of completes d with the hash of what is asked.
-func (d dedupe) of(hash string) dedupe {
-	d.hash = hash
-	if d.implied {
-		d.key = hashKey("implied", hash)
-	}
-	return d
 }
 
 // hash is that of all that the upload asks for.
@@ -483,6 +465,12 @@ func (s *Server) insertFile(ctx context.Context, id *ledger.Identity, form *file
 			return nil, false, fmt.Errorf("looking for the file of an earlier request: %w", err)
 		}
 		// That try went no further, or is about to: whoever adds the row first makes the file.
+	}
+	if !d.fresh() {
+		if err := s.allow(ctx, id, 0); err != nil {
+			s.forget(ctx, t.ID, filesRoute, d, form.id)
+			return nil, false, err
+		}
 	}
 	f = &ledger.File{ID: bound, Tenant: t.ID, Key: id.Key.ID, Purpose: form.purpose, Filename: form.name, Bytes: form.bytes, SHA256: form.digest, Blob: form.id, Created: now}
 	if form.lifetime != 0 {

@@ -210,10 +210,7 @@ func TestWrongUploadsAreRefusedAndLeaveNothing(t *testing.T) {
 		"one byte too many":         {form(purpose, part{"file", "x", "{}\n" + strings.Repeat("x", 1<<20-2)}), "", 413, job.CodeRequestTooLarge, "file"},
 		"far too many":              {form(purpose, part{"file", "x", "{}\n" + strings.Repeat("x", 3<<20)}), "", 413, job.CodeRequestTooLarge, "file"},
 		"empty":                     {form(purpose, part{"file", "x", ""}), "", 400, job.CodeEmptyFile, "file"},
-		"blank":                     {form(part{"file", "x", "  \r\n\t\n\n"}, purpose), "", 400, job.CodeEmptyFile, "file"},
-		"a byte order mark alone":   {form(purpose, part{"file", "x", "\uFEFF\n"}), "", 400, job.CodeEmptyFile, "file"},
 		"prose":                     {form(purpose, part{"file", "x.txt", "Dear model,\nplease"}), "", 400, job.CodeInvalidJSONLine, "file"},
-		"an array":                  {form(purpose, part{"file", "x", "[{}]\n"}), "", 400, job.CodeInvalidJSONLine, "file"},
 		"pretty JSON":               {form(part{"file", "x", "{\n \"custom_id\": 1\n}\n"}, purpose), "", 400, job.CodeInvalidJSONLine, "file"},
 		"a long line of no JSON":    {form(purpose, part{"file", "x", `{"a":` + strings.Repeat("x", 200<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
 		"a long line of two values": {form(purpose, part{"file", "x", `{"a":1} {` + strings.Repeat(" ", 200<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
@@ -769,8 +766,12 @@ func TestRetriedUploadMakesOneFile(t *testing.T) {
 	if again := e.file("batch", oneLine, "X-Stainless-Retry-Count: 2"); again != second {
 		t.Errorf("a retry is %s, want %s", again, second)
 	}
-	if plain := e.file("batch", oneLine); plain == first || plain == second {
+	plain := e.file("batch", oneLine)
+	if plain == first || plain == second {
 		t.Error("an upload that counts no retries is an earlier one")
+	}
+	if again := e.file("batch", oneLine, "X-Stainless-Retry-Count: 1"); again != plain {
+		t.Errorf("the retry of an upload that counted none is %s, want %s", again, plain)
 	}
 	count(5)
 	// A retry of what was never stored makes it.
@@ -778,6 +779,20 @@ func TestRetriedUploadMakesOneFile(t *testing.T) {
 		t.Error("nothing was made")
 	}
 	count(6)
+}
+
+// What is JSON, or blank, is stored: the batch that reads it tells what is wrong, and in which line.
+func TestUploadIsRefusedForItsFirstLineOnlyIfThatIsNoJSON(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	for name, content := range map[string]string{
+		"an array": "[{}]\n", "a number": "1", "a text": `"a"` + "\r\n", "null": "\n\nnull\n", "a long array": "[" + strings.Repeat(`"x",`, 50<<10) + "1]\n",
+		"blanks": "  \r\n\t\n\n", "a byte order mark alone": "\uFEFF\n",
+	} {
+		if a := e.upload("batch", "f.jsonl", content); a.status != http.StatusOK || a.object(t)["bytes"] != float64(len(content)) {
+			t.Errorf("%s: %d %s", name, a.status, a.body)
+		}
+	}
 }
 
 // TestUploadThatCrashedHalfWayIsTakenOver: the key was bound, and the row not written.

@@ -329,6 +329,9 @@ func writeAnswerRaw(c echo.Context, status int, contentType string, body []byte)
 		if status == http.StatusTooManyRequests || status == http.StatusServiceUnavailable {
 			h.Set(headerRetryAfter, retryAfter(status))
 		}
+		if status == http.StatusConflict { // the job has ended with it
+			h.Set("X-Should-Retry", "false")
+		}
 	}
 	if err := writeRawAs(c, status, jsonType(contentType), body); err != nil {
 		return errNobodyReads

@@ -248,7 +248,7 @@ func (s *Server) getJob(c echo.Context) error {
 	if wait > 0 {
 		before := v.state.Public()
 		changed := func(v *view) bool {
-			if known != "" {
+			if known != "" && !v.ended() {
 				return !matches(known, v.etag())
 			}
 			return v.ended() || v.state.Public() != before

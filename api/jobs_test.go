@@ -219,8 +219,21 @@ func TestRetriedCreateWithoutKeyIsOneJob(t *testing.T) {
 	if again := e.submit(body, "X-Stainless-Retry-Count: 2"); again != second {
 		t.Error("the retry of the second made another job")
 	}
-	if a, b := e.submit(body), e.submit(body); a == b {
+	a, b := e.submit(body), e.submit(body)
+	if a == b {
 		t.Error("requests that say nothing of retries are one job")
+	}
+	if again := e.submit(body, "X-Stainless-Retry-Count: 1"); again != b {
+		t.Error("the retry of a request that said nothing of retries made another job")
+	}
+	third := e.submit(body, "X-Stainless-Retry-Count: 0")
+	if third == b {
+		t.Error("a request that says it is the first is an earlier job")
+	}
+	// What was deleted had been answered, so that nobody tries it again.
+	e.send("DELETE", "/v1/jobs/"+string(third), "")
+	if again := e.submit(body, "X-Stainless-Retry-Count: 1"); again == third {
+		t.Error("the retry is a job that was deleted")
 	}
 }
 
@@ -332,6 +345,11 @@ func TestLongPollAndETag(t *testing.T) {
 		t.Errorf("%d %s", a.status, a.body)
 	}
 	e.wait(id)
+	tag = e.send("GET", path, "").header.Get("ETag")
+	start = time.Now()
+	if a := e.send("GET", path+"?wait=60s", "", "If-None-Match: "+tag); a.status != http.StatusNotModified || time.Since(start) > 30*time.Second { // what has ended changes no more
+		t.Errorf("%d after %v", a.status, time.Since(start))
+	}
 	e.send("GET", path+"?wait=soon", "").wantError(t, 400, job.CodeInvalidValue, "wait")
 }
 

@@ -490,12 +490,23 @@ func (s *Server) lookAtHeld(ctx context.Context, now time.Time, again bool) {
 		}
 	}
 	rare := republishMost
+	hopeless := make(map[job.Model]*failure)
 	for _, call := range calls {
 		holder, ack, _ := call.seat.Holder()
 		switch {
 		case holder == "":
 			call.silentSince = time.Time{}
 			if s.brokeOff(call, now) {
+				continue
+			}
+			m := call.message.Job.Model
+			f, asked := hopeless[m]
+			if !asked {
+				f = s.hopeless(m, now)
+				hopeless[m] = f
+			}
+			if f != nil && !call.shown.Load() {
+				call.stop(f)
 				continue
 			}
 			old := now.Sub(call.published) > republishPeriod

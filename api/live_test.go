@@ -134,6 +134,10 @@ func TestEngineErrorsPassThrough(t *testing.T) {
 		"an error object of four keys is not touched": {400, `{ "error": {"message":"no","type":"t","param":null,"code":"c"} }`, `{ "error": {"message":"no","type":"t","param":null,"code":"c"} }`},
 		"a code that is a number becomes a string":    {404, `{"error":{"message":"no","type":"NotFoundError","param":null,"code":404}}`, `{"error":{"message":"no","type":"NotFoundError","param":null,"code":"404"}}`},
 		"missing keys are added":                      {422, `{"error":{"message":"no"},"x":1}`, `{"error":{"message":"no","type":"invalid_request_error","param":null,"code":null},"x":1}`},
+		"a refusal for now is one by its type":        {429, `{"error":{"message":"no","type":"TooManyRequests","param":null,"code":"busy"}}`, `{"error":{"message":"no","type":"rate_limit_exceeded","param":null,"code":"busy"}}`},
+		"a conflict is passed on":                     {409, `{"error":{"message":"no","type":"t","param":null,"code":null}}`, `{"error":{"message":"no","type":"t","param":null,"code":null}}`},
+		"a failure is one by its type":                {500, `{"error":{"message":"boom"}}`, `{"error":{"message":"boom","type":"server_error","param":null,"code":null}}`},
+		"a failure of the engine's own kind, too":     {502, `{"error":{"message":"boom","type":"InternalServerError","param":null,"code":502}}`, `{"error":{"message":"boom","type":"server_error","param":null,"code":"502"}}`},
 		"text is wrapped":                             {400, `nope`, `{"error":{"message":"The engine answered 400: nope","type":"invalid_request_error","param":null,"code":"engine_error"}}`},
 		"an error that is a string is wrapped":        {503, `{"error":"no"}`, `{"error":{"message":"The engine answered 503: {\"error\":\"no\"}","type":"server_error","param":null,"code":"engine_error"}}`},
 	}
@@ -160,6 +164,9 @@ func TestEngineErrorsPassThrough(t *testing.T) {
 			a := e.send("POST", "/v1/chat/completions", chat(1, fmt.Sprintf(`,"user":%q`, name)+stream))
 			if diff := cmp.Diff(tt.want, string(a.body)); diff != "" || a.status != tt.status || a.header.Get("Content-Type") != "application/json" {
 				t.Errorf("%s: %d %v %s", name, a.status, a.header, diff)
+			}
+			if final := a.header.Get("X-Should-Retry") == "false"; final != (tt.status == 409) {
+				t.Errorf("%s: it must not be tried again: %v", name, final)
 			}
 			if tt.status == 503 && a.header.Get("Retry-After") == "" {
 				t.Errorf("%s: no Retry-After", name)

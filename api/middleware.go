@@ -10,6 +10,7 @@ import (
 	"os"
 	"runtime/debug"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/labstack/echo/v4"
@@ -61,7 +62,11 @@ func (s *Server) identify(next echo.HandlerFunc) echo.HandlerFunc {
 		}
 		c.Response().Writer = w
 		w.extend() // the deadline of the connection's last answer may be past, and the server may have to say 100 Continue
-		return next(c)
+		err := next(c)
+		if w.rest != nil && c.Response().Committed {
+			s.drainBody(w)
+		}
+		return err
 	}
 }
 
@@ -80,15 +85,48 @@ type patientWriter struct {
 	http.ResponseWriter
 	control  *http.ResponseController
 	patience time.Duration
-	// unread is the request if it has a body that no handler has read.
-	unread *http.Request
+	// unread is the request if it has a body that no handler has read, rest if that is to be read behind the answer.
+	unread, rest *http.Request
 }
 
-// restTimeout and maxRest bound what is read of a body that no handler wanted: a client that still sends may not look for its answer before it is done.
+// restTimeout and maxRest bound what is read of a body that no handler wanted before its answer, drainTimeout what is read behind it: a client that still sends may not look for its answer before it is done.
 const (
-	restTimeout = 2 * time.Second
-	maxRest     = 256 << 10
+	restTimeout  = 2 * time.Second
+	maxRest      = 256 << 10
+	drainTimeout = 5 * time.Second
 )
+
+// leaveBody has what is left of r's body read behind w's answer, after which the connection is closed.
+func leaveBody(w http.ResponseWriter, r *http.Request) {
+	p, ok := w.(*patientWriter)
+	if !ok {
+		return
+	}
+	_ = p.control.SetReadDeadline(time.Now().Add(restTimeout)) // of what the server reads by itself after the answer
+	if r.Header.Get("Expect") == "" {                          // else the client waits for our word before it sends
+		p.rest = r
+	}
+}
+
+// drainBody sends the answer, and reads what the client still sends until it has seen the answer: closed with bytes unread, the connection breaks, and many a client then reports that in place of the answer. It ends after drainTimeout, or when
+// the server stops.
+func (s *Server) drainBody(w *patientWriter) {
+	if w.FlushError() != nil || w.control.SetReadDeadline(time.Now().Add(drainTimeout)) != nil {
+		return
+	}
+	done := make(chan struct{})
+	var watch sync.WaitGroup
+	watch.Go(func() {
+		select {
+		case <-s.closing:
+			_ = w.control.SetReadDeadline(time.Now()) // it had one just now
+		case <-done:
+		}
+	})
+	_, _ = io.Copy(io.Discard, w.rest.Body) // whatever ends it, there is nothing more to do
+	close(done)
+	watch.Wait()
+}
 
 // dropBody reads a body that no handler wanted. Left alone the server would do so before the answer's head, and wait for as long as the client likes.
 func (w *patientWriter) dropBody() {
@@ -99,9 +137,12 @@ func (w *patientWriter) dropBody() {
 	w.unread = nil
 	_ = w.control.SetReadDeadline(time.Now().Add(restTimeout)) // also of what the server reads after the answer
 	if r.Header.Get("Expect") == "" {                          // else the client waits for our word before it sends
-		if _, err := io.CopyN(io.Discard, r.Body, maxRest); errors.Is(err, io.EOF) {
+		switch _, err := io.CopyN(io.Discard, r.Body, maxRest); {
+		case errors.Is(err, io.EOF):
 			_ = w.control.SetReadDeadline(time.Time{}) // from here on the server itself reads, to notice that the client leaves
 			return
+		case err == nil:
+			leaveBody(w, r)
 		}
 	}
 	w.Header().Set(echo.HeaderConnection, "close")

@@ -11,7 +11,7 @@ import (
 	"github.com/millrace/millrace/internal/job"
 )
 
-// modelObject is a model as the OpenAI routes show it. Created is when a worker last said that it serves it, in unix seconds.
+// modelObject is a model as the OpenAI routes show it. Created is since when it is known, in unix seconds.
 type modelObject struct {
 	ID      job.Model `json:"id"`
 	Object  string    `json:"object"`
@@ -20,7 +20,7 @@ type modelObject struct {
 }
 
 func newModel(k cluster.KnownModel) modelObject {
-	return modelObject{ID: k.Model, Object: "model", Created: k.Seen / 1000, OwnedBy: "millrace"}
+	return modelObject{ID: k.Model, Object: "model", Created: k.First / 1000, OwnedBy: "millrace"}
 }
 
 // listModels answers GET /v1/models with every model that can be asked for.

@@ -15,11 +15,8 @@ import (
 const keyWindow = 24 * time.Hour
 
 // once binds the key of a create to the id of what it is about to make, and returns the id to make it under. repeated: an earlier create bound the key, and the id is that one's. It exists, or that create went no
-// further: then the caller makes it now, under that id, and whoever else does so at the same time makes the same. Without a key the id comes back as it is.
+// further: then the caller makes it now, under that id, and whoever else does so at the same time makes the same.
 func (s *Server) once(ctx context.Context, t job.Tenant, route string, d dedupe, id string) (bound string, repeated bool, err error) {
-	if d.key == "" {
-		return id, false, nil
-	}
 	ttl := keyWindow
 	if d.implied {
 		ttl = impliedWindow
@@ -35,7 +32,7 @@ func (s *Server) once(ctx context.Context, t job.Tenant, route string, d dedupe,
 			return "", false, fmt.Errorf("binding an idempotency key: %w", err)
 		case mine:
 			return id, false, nil
-		case !d.implied || d.retry:
+		case !d.fresh():
 			return bound, true, nil
 		case try > 0: // two at the same time, both meant as new: the key serves the other's retries
 			return id, false, nil
@@ -49,9 +46,6 @@ func (s *Server) once(ctx context.Context, t job.Tenant, route string, d dedupe,
 
 // forget unbinds the key of a create that came to nothing. Best effort: a key without an object is taken over.
 func (s *Server) forget(ctx context.Context, t job.Tenant, route string, d dedupe, id string) {
-	if d.key == "" {
-		return
-	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), dropTimeout)
 	defer cancel()
 	if err := s.deps.Ledger.Forget(ctx, t, route, d.key, id); err != nil {

@@ -1,6 +1,7 @@
 package api
 
 import (
+	"slices"
 	"sort"
 	"sync"
 	"time"
@@ -27,7 +28,10 @@ type workerPace struct {
 	// ended jobs and generated tokens so far, as its heartbeat at heard told.
 	ended, generated int64
 	heard            time.Time
-	// full is how many tokens it generates per second, and fullJobs how many jobs it ends, while it has all it can run; 0 is unknown. A worker with room says nothing about how fast it could be.
+	// busy: it had all it can run, and more work waited.
+	busy bool
+	// full is how many tokens it generates per second, and fullJobs how many jobs it ends, while it is busy; 0 is unknown. A worker with room says nothing about how fast it could be, nor does one for which nothing waits: a single
+	// slow job may be all that it may run, and all that there is.
 	full, fullJobs float64
 }
 
@@ -176,13 +180,8 @@ func (p *pace) tokens(m job.Model, workers []cluster.Member, mean float64) float
 	return jobs * ready / known * mean // nothing is generated, as with embeddings
 }
 
-// busy tells whether a worker has all it can run.
-func busy(w *cluster.WorkerInfo) bool {
-	return w.Load > admission.BusyAt || !room(w)
-}
-
-// observe takes what the workers say now. A worker of several models counts for each in equal parts.
-func (p *pace) observe(now time.Time, workers []cluster.Member) {
+// observe takes what the workers say now; waits tells whether work waits for a model. A worker of several models counts for each in equal parts.
+func (p *pace) observe(now time.Time, workers []cluster.Member, waits func(job.Model) bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	elapsed := now.Sub(p.last).Seconds()
@@ -199,7 +198,7 @@ func (p *pace) observe(now time.Time, workers []cluster.Member) {
 		if wp == nil { // a worker's first word says nothing about its speed
 			wp = &workerPace{ended: w.Worker.Completed + w.Worker.Failed, generated: w.Worker.Generated, heard: w.Heard}
 		} else {
-			jobs, tokens = wp.hear(w)
+			jobs, tokens = wp.hear(w, slices.ContainsFunc(w.Worker.Models, waits))
 		}
 		alive[w.ID] = wp
 		share := 1 / float64(len(w.Worker.Models))
@@ -230,8 +229,8 @@ func (p *pace) observe(now time.Time, workers []cluster.Member) {
 	}
 }
 
-// hear takes a worker's heartbeat, and tells what it did since the one before.
-func (wp *workerPace) hear(w cluster.Member) (jobs, tokens float64) {
+// hear takes a worker's heartbeat, and tells what it did since the one before. waits: so does work.
+func (wp *workerPace) hear(w cluster.Member, waits bool) (jobs, tokens float64) {
 	elapsed := w.Heard.Sub(wp.heard).Seconds()
 	if elapsed <= 0 {
 		return 0, 0
@@ -239,7 +238,9 @@ func (wp *workerPace) hear(w cluster.Member) (jobs, tokens float64) {
 	ended := w.Worker.Completed + w.Worker.Failed
 	jobs, tokens = float64(max(0, ended-wp.ended)), float64(max(0, w.Worker.Generated-wp.generated))
 	wp.ended, wp.generated, wp.heard = ended, w.Worker.Generated, w.Heard
-	if w.Worker.State == cluster.Ready && busy(w.Worker) {
+	before := wp.busy
+	wp.busy = waits && w.Worker.State == cluster.Ready && (w.Worker.Load > admission.BusyAt || !room(w.Worker))
+	if before && wp.busy {
 		weight := paceWeight
 		if tokens/elapsed > wp.full { // it can do that: after a start, or beside few jobs, it did less than it can
 			weight = riseWeight

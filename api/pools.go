@@ -1,6 +1,7 @@
 package api
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -22,7 +23,7 @@ type poolObject struct {
 	Source    string  `json:"source"`
 	CreatedAt float64 `json:"created_at"`
 	UpdatedAt float64 `json:"updated_at"`
-	// Spec describes it. The values of its engine's environment are hidden.
+	// Spec describes it. Its secrets are hidden.
 	Spec *scale.Pool `json:"spec"`
 	// State is what the leading autoscaler does about it; null while none leads, or has decided about it yet.
 	State *cluster.PoolInfo `json:"state"`
@@ -127,11 +128,13 @@ func refusedPool(err error, name string) error {
 	case errors.Is(err, ledger.ErrNotFound):
 		return fail(http.StatusNotFound, job.CodePoolNotFound, "There is no pool %q.", clip(name)).at("name")
 	case errors.Is(err, ledger.ErrExists):
-		return conflict(job.CodePoolExists, "There is a pool %q already: change it by PUT.", name).at("name")
+		return conflict(job.CodePoolExists, "There is a pool %q already: change it by PUT, or in the file that the autoscaler was given by --pools, if it comes from there.", name).at("name")
 	case errors.Is(err, ledger.ErrInUse):
 		return conflict(job.CodePoolFromFile, "The pool %q comes from the file that the autoscaler was given by --pools: change it there.", name)
 	case errors.Is(err, ledger.ErrTaken):
 		return conflict(job.CodeModelTaken, "The pool cannot be as it is described: %v.", err).at("models")
+	case errors.Is(err, ledger.ErrWorkload):
+		return conflict(job.CodeWorkloadTaken, "The pool cannot be as it is described: %v.", err).at("kubernetes.name")
 	}
 	return err
 }
@@ -151,7 +154,19 @@ func (s *Server) createPool(c echo.Context) error {
 	if err != nil {
 		return refusedPool(err, p.Name)
 	}
+	s.remember(c, p.Models)
 	return s.showPool(c, made)
+}
+
+// remember makes a pool's models known, so that their jobs are accepted from now on and not when an autoscaler has read the pool.
+func (s *Server) remember(c echo.Context, models []job.Model) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(c.Request().Context()), storeTimeout) // the pool is stored, though its client may leave
+	defer cancel()
+	for _, m := range models {
+		if err := s.deps.Cluster.Remember(ctx, cluster.KnownModel{Model: m}); err != nil { // the leading autoscaler does so too
+			s.log.Warn("a pool's model is not known yet", "model", m, "err", err)
+		}
+	}
 }
 
 func (s *Server) showPool(c echo.Context, p *ledger.Pool) error {
@@ -200,6 +215,7 @@ func (s *Server) replacePool(c echo.Context) error {
 	if err != nil {
 		return refusedPool(err, name)
 	}
+	s.remember(c, p.Models)
 	return s.showPool(c, now)
 }
 

@@ -84,6 +84,7 @@ func TestPoolsAreAdministered(t *testing.T) {
 	if data := list["data"].([]any); len(data) != 2 || list["first_id"] != "chat" || list["last_id"] != "filed" || data[1].(map[string]any)["source"] != "file" {
 		t.Errorf("listed: %v", list)
 	}
+	e.admin(200, "POST", "/admin/v1/pools", `{"name":"pods","models":["of-pods"],"provider":"kubernetes","max":3,"kubernetes":{"namespace":"prod","kind":"Deployment","name":"llm"}}`)
 	for name, tt := range map[string]struct {
 		method, path, body string
 		status             int
@@ -97,6 +98,7 @@ func TestPoolsAreAdministered(t *testing.T) {
 		"out of bounds":         {"POST", "", poolBody("b", "x", `,"min":4`), 400, job.CodeInvalidValue, "min"},
 		"unknown field":         {"POST", "", poolBody("b", "x", `,"maxx":4`), 400, job.CodeUnsupportedParameter, "maxx"},
 		"twice":                 {"POST", "", poolBody("b", "x", `,"max":4`), 400, job.CodeInvalidValue, "max"},
+		"a name of no text":     {"POST", "", `{"name":5}`, 400, job.CodeInvalidValue, "name"},
 		"no object":             {"POST", "", `[]`, 400, job.CodeInvalidType, ""},
 		"no body":               {"POST", "", ``, 400, job.CodeInvalidJSON, ""},
 		"hidden from the start": {"POST", "", strings.Replace(poolBody("b", "x", ""), "s3cret", "***", 1), 400, job.CodeInvalidValue, "engine.env.TOKEN"},
@@ -108,10 +110,19 @@ func TestPoolsAreAdministered(t *testing.T) {
 		"desired of none":       {"GET", "/nobody/desired", "", 404, job.CodePoolNotFound, "name"},
 		"put of the file's":     {"PUT", "/filed", poolBody("filed", "x", ""), 409, job.CodePoolFromFile, ""},
 		"delete of the file's":  {"DELETE", "/filed", "", 409, job.CodePoolFromFile, ""},
+		"another's workload": {
+			"POST", "", `{"name":"b","models":["x"],"provider":"kubernetes","max":3,"kubernetes":{"namespace":"prod","kind":"Deployment","name":"llm","observe":true}}`, 409, job.CodeWorkloadTaken, "kubernetes.name",
+		},
+		"put of another's workload": {
+			"PUT", "/chat", `{"models":["m"],"provider":"kubernetes","max":3,"kubernetes":{"namespace":"prod","kind":"Deployment","name":"llm"}}`, 409, job.CodeWorkloadTaken, "kubernetes.name",
+		},
 	} {
 		a := e.send(tt.method, "/admin/v1/pools"+tt.path, tt.body, adminHeader)
 		t.Log(name)
 		a.wantError(t, tt.status, tt.code, tt.param)
+		if tt.code == job.CodeWorkloadTaken && !strings.Contains(string(a.body), "Deployment llm is of the pool pods") {
+			t.Errorf("%s: %s does not name the other pool", name, a.body)
+		}
 		if tt.code == job.CodePoolFromFile && !strings.Contains(string(a.body), "--pools") {
 			t.Errorf("%s: %s does not say where to change it", name, a.body)
 		}
@@ -122,6 +133,42 @@ func TestPoolsAreAdministered(t *testing.T) {
 	e.send("GET", "/admin/v1/pools/chat", "", adminHeader).wantError(t, 404, job.CodePoolNotFound, "name")
 	for _, path := range []string{"/admin/v1/pools", "/admin/v1/pools/filed/desired", "/admin/v1/scaling"} {
 		e.send("GET", path, "").wantError(t, 401, job.CodeInvalidAPIKey, "")
+	}
+}
+
+func TestSecretsInAPoolsCommandAreKeptAndNotShown(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	made := e.send("POST", "/admin/v1/pools", `{"name":"chat","models":["m"],"provider":"process","max":3,"engine":{"command":["engine","--api-key","s3cret","--hf-token=t0ken"]}}`)
+	shown := made.object(t)["spec"].(map[string]any)
+	shown["max"] = 4
+	body, err := json.Marshal(shown)
+	if err != nil {
+		t.Fatal(err)
+	}
+	changed := e.send("PUT", "/admin/v1/pools/chat", string(body))
+	for _, a := range []answer{made, changed, e.send("GET", "/admin/v1/pools/chat", ""), e.send("GET", "/admin/v1/pools", "")} {
+		if a.status != 200 || !strings.Contains(string(a.body), `"command":["engine","--api-key","***","--hf-token=***"]`) {
+			t.Errorf("%d %s", a.status, a.body)
+		}
+	}
+	p, err := e.ledger.Pool(t.Context(), "chat")
+	if err != nil || !strings.Contains(string(p.Spec), `"command":["engine","--api-key","s3cret","--hf-token=t0ken"]`) || !strings.Contains(string(p.Spec), `"max":4`) {
+		t.Errorf("kept: %s, %v", p.Spec, err)
+	}
+	e.send("PUT", "/admin/v1/pools/chat", strings.Replace(string(body), "--hf-token", "--other-token", 1)).wantError(t, 400, job.CodeInvalidValue, "engine.command[3]")
+}
+
+// TestAPoolsModelIsKnownOnceThePoolIsThere: its jobs are accepted before any autoscaler has seen it.
+func TestAPoolsModelIsKnownOnceThePoolIsThere(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	eventually(t, "all are heard who are there", func() bool { return e.send("GET", "/v1/models/"+string(model), "").status == 404 })
+	e.admin(200, "POST", "/admin/v1/pools", poolBody("chat", string(model), ""))
+	e.submit(jobBody(chat(1, ""), ""))
+	e.admin(200, "PUT", "/admin/v1/pools/chat", poolBody("chat", "another", ""))
+	if a := e.send("GET", "/v1/models/another", ""); a.status != 200 {
+		t.Errorf("%d %s", a.status, a.body)
 	}
 }
 

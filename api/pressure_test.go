@@ -498,13 +498,13 @@ func TestRateIsMeasuredInExpectedTokensWhileWorkersAreFull(t *testing.T) {
 		}
 	}
 	var now []cluster.Member
-	second := 0
+	second, waits := 0, true
 	run := func(seconds int, beats func(i int64) []cluster.Member) {
 		for range seconds {
 			second++
 			heard = start.Add(time.Duration(second) * time.Second)
 			now = beats(int64(second))
-			p.Observe(heard, now)
+			p.Observe(heard, now, waits)
 		}
 	}
 	for range 200 { // jobs may write 1,000 tokens
@@ -514,6 +514,12 @@ func TestRateIsMeasuredInExpectedTokensWhileWorkersAreFull(t *testing.T) {
 	if got := p.Tokens(m, now, 0); got != 0 {
 		t.Errorf("a worker with room says it does %v tokens/s", got)
 	}
+	waits = false
+	run(5, func(i int64) []cluster.Member { return []cluster.Member{beat("a", 1, 40, i)} })
+	if got := p.Tokens(m, now, 0); got != 0 {
+		t.Errorf("a worker for which nothing waits says it does %v tokens/s", got)
+	}
+	waits = true
 	// They write 200, two a second.
 	run(60, func(i int64) []cluster.Member { return []cluster.Member{beat("a", 1, 400, 2*i)} })
 	got := p.Tokens(m, now, 0)
@@ -543,7 +549,7 @@ func TestRateIsMeasuredInExpectedTokensWhileWorkersAreFull(t *testing.T) {
 	for i := range 300 {
 		heard = start.Add(time.Duration(i) * time.Second)
 		now = []cluster.Member{beat("e", 1, 0, 5*int64(i))}
-		q.Observe(heard, now)
+		q.Observe(heard, now, true)
 	}
 	if got := q.Tokens(m, now, 0); got != 0 {
 		t.Errorf("of jobs of unknown size %v tokens/s", got)

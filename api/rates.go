@@ -42,7 +42,7 @@ func ratesOf(id *ledger.Identity, tokens job.Tokens) []rate {
 	return all
 }
 
-// allow takes a request and the tokens that it is expected to need from the limits per minute of its key and tenant, or says which has not enough. The answer's headers tell what is left. What has no such limit costs nothing. While the
+// allow takes a request and the tokens that it is expected to need from the limits per minute of its key and tenant, or says which has not enough. The answer's headers tell what is left, of the limit that refuses alone if one does. What has no such limit costs nothing. While the
 // result store does not answer nothing is counted: calls answered on their connections go on without it, and durable work is refused for that reason anyway.
 func (s *Server) allow(ctx context.Context, id *ledger.Identity, tokens job.Tokens) error {
 	limits := ratesOf(id, tokens)
@@ -68,8 +68,12 @@ func (s *Server) allow(ctx context.Context, id *ledger.Identity, tokens job.Toke
 	if s.limiter.answered(err == nil, err); err != nil {
 		return nil // said above: nothing is counted then
 	}
+	told := 0
+	if refused >= 0 {
+		told = refused // what was taken of those before it is given back
+	}
 	if c := callerOf(ctx); c != nil {
-		tellRates(c.header, limits, left)
+		tellRates(c.header, limits[told:], left[told:])
 	}
 	if refused < 0 {
 		return nil

@@ -5,6 +5,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/millrace/millrace/api"
 	"github.com/millrace/millrace/internal/job"
@@ -132,6 +133,71 @@ func TestARepeatIsNotAnotherRequest(t *testing.T) {
 	}
 	// The refused one has left its key free.
 	e.send("POST", "/v1/jobs", jobBody(chat(2, ""), ""), header, "Idempotency-Key: other").wantLimit(t, job.CodeRequestsPerMinute, 2, "your tenant a", false)
+}
+
+// TestARepeatedCreateOfABatchOrFileIsNotAnotherRequest: as for jobs, and a key that stands for another request is told so.
+func TestARepeatedCreateOfABatchOrFileIsNotAnotherRequest(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	e.known()
+	_, header := e.limited("a", ledger.Limits{RequestsPerMinute: 3}, ledger.Limits{})
+	same := func(send func() answer) (id string) {
+		t.Helper()
+		for range 4 {
+			a := send()
+			if a.status != 200 {
+				t.Fatalf("%d %s", a.status, a.body)
+			}
+			if again := a.object(t)["id"].(string); id != "" && again != id {
+				t.Errorf("a repeat of %s is %s", id, again)
+			} else {
+				id = again
+			}
+		}
+		return id
+	}
+	lines := `{"custom_id":"1","method":"POST","url":"/v1/chat/completions","body":` + chat(1, "") + "}\n"
+	file := same(func() answer { return e.upload("batch", "a.jsonl", lines, header, "Idempotency-Key: f") })
+	create := func(endpoint string, headers ...string) answer {
+		return e.send("POST", "/v1/batches", `{"input_file_id":"`+file+`","endpoint":"`+endpoint+`","completion_window":"24h"}`, append(headers, header)...)
+	}
+	const chats, embeddings = "/v1/chat/completions", "/v1/embeddings"
+	same(func() answer { return create(chats, "Idempotency-Key: b") })
+	if a := create(chats); a.status != 200 {
+		t.Fatalf("the third: %d %s", a.status, a.body)
+	}
+	create(chats).wantLimit(t, job.CodeRequestsPerMinute, 3, "your tenant a", false)
+	create(chats, "Idempotency-Key: new").wantLimit(t, job.CodeRequestsPerMinute, 3, "your tenant a", false)
+	create(embeddings, "Idempotency-Key: new").wantLimit(t, job.CodeRequestsPerMinute, 3, "your tenant a", false) // which was left free
+	e.upload("batch", "b.jsonl", lines, header, "Idempotency-Key: g").wantLimit(t, job.CodeRequestsPerMinute, 3, "your tenant a", false)
+	e.upload("batch", "b.jsonl", lines, header).wantLimit(t, job.CodeRequestsPerMinute, 3, "your tenant a", false)
+	same(func() answer { return create(chats, "Idempotency-Key: b") })
+	create(embeddings, "Idempotency-Key: b").wantError(t, 409, job.CodeIdempotencyConflict, "Idempotency-Key")
+	e.upload("batch", "b.jsonl", lines, header, "Idempotency-Key: f").wantError(t, 409, job.CodeIdempotencyConflict, "Idempotency-Key")
+	if files := e.filesOf("a"); len(files) != 1 || len(e.objects()) != 1 {
+		t.Errorf("there are %d files, and the objects %v", len(files), e.objects())
+	}
+}
+
+// TestARefusalTellsOfTheLimitThatRefused: not of another one of the same unit, from which nothing is taken.
+func TestARefusalTellsOfTheLimitThatRefused(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	e.known()
+	_, first := e.limited("a", ledger.Limits{RequestsPerMinute: 2}, ledger.Limits{})
+	for range 2 {
+		e.submit(jobBody(chat(1, ""), ""), first)
+	}
+	key, second := e.key(ledger.Key{Tenant: "a", Limits: ledger.Limits{RequestsPerMinute: 1}})
+	a := e.send("POST", "/v1/jobs", jobBody(chat(1, ""), ""), second)
+	a.wantLimit(t, job.CodeRequestsPerMinute, 2, "your tenant a", false)
+	if reset, err := time.ParseDuration(a.header.Get("X-Ratelimit-Reset-Requests")); a.header.Get("X-Ratelimit-Limit-Requests") != "2" || a.header.Get("X-Ratelimit-Remaining-Requests") != "0" || err != nil || reset <= 0 {
+		t.Errorf("the headers are %v", a.header)
+	}
+	left, refused, err := e.results.TakeRates(t.Context(), []results.Rate{{Name: "r:k:" + key.ID, PerMinute: 1, Asked: 1}})
+	if err != nil || refused >= 0 {
+		t.Errorf("the key's own limit was used up: %+v, %v", left, err)
+	}
 }
 
 func TestLimitsOnRunningCalls(t *testing.T) {

@@ -81,6 +81,8 @@ func (s *Server) findResponse(c echo.Context) (*view, error) {
 	switch {
 	case err != nil && failureOf(err).status == http.StatusNotFound:
 		return nil, noResponse(c.Param("id"))
+	case err != nil && failureOf(err).status == http.StatusGone:
+		return nil, fail(http.StatusGone, job.CodeResultExpired, "The response %q is no longer kept.", clip(c.Param("id")))
 	case err != nil:
 		return nil, err
 	case v.job.Endpoint != job.Responses, v.job.Live(), v.job.InBatch():
@@ -211,7 +213,7 @@ func (s *Server) writeResponse(c echo.Context, v *view) error {
 
 // hasAnswer tells whether v ended with a response of an engine's.
 func hasAnswer(v *view) bool {
-	return v.ended() && v.state == job.Completed && v.outcome.StatusCode == http.StatusOK
+	return v.ended() && v.state == job.Completed && v.outcome.StatusCode >= 200 && v.outcome.StatusCode <= 299
 }
 
 // responseOf is the object of a response that has not ended, or that ended without an answer. What it tells of its request is as far as that is at hand.
@@ -223,7 +225,7 @@ func (s *Server) responseOf(ctx context.Context, v *view) *responses.Object {
 	frame.Background = frame.Background || request == nil
 	o := responses.NewObject(frame, statusOfResponse(v.state), request)
 	o.Model = encode(v.job.Model)
-	if request == nil && v.job.Metadata != nil {
+	if v.job.Metadata != nil {
 		o.Metadata = encode(v.job.Metadata)
 	}
 	if o.Status == responses.Failed {
@@ -232,7 +234,7 @@ func (s *Server) responseOf(ctx context.Context, v *view) *responses.Object {
 	return o
 }
 
-// requestOf is the request of v, nil if it is not at hand. Once a response has ended its request is gone, and the answer, which repeats it, stands in for it.
+// requestOf is the request of v, nil if it is not at hand. Once a response has ended its request is gone, and the answer, which repeats it, stands in for it, or what was kept of it.
 func (s *Server) requestOf(ctx context.Context, v *view) *job.Object {
 	var raw []byte
 	var err error
@@ -243,7 +245,7 @@ func (s *Server) requestOf(ctx context.Context, v *view) *job.Object {
 		raw, _, err = s.readResponse(ctx, v)
 	}
 	if err != nil || len(raw) == 0 {
-		return nil
+		raw = v.job.Echo
 	}
 	o, err := job.ParseObject(raw)
 	if err != nil {
@@ -269,8 +271,8 @@ func statusOfResponse(st job.State) responses.Status {
 
 // errorOfResponse is why v failed: in the engine's words, if it has said any.
 func (s *Server) errorOfResponse(ctx context.Context, v *view) *responses.Error {
-	e := v.outcome.Error
-	if status := v.outcome.StatusCode; status >= 400 {
+	e, status := v.outcome.Error, v.outcome.StatusCode
+	if status >= 400 {
 		if answer, err := s.openAnswer(ctx, v); err == nil && answer != nil {
 			raw, err := io.ReadAll(answer)
 			_ = answer.Close() // read only
@@ -282,11 +284,7 @@ func (s *Server) errorOfResponse(ctx context.Context, v *view) *responses.Error 
 	if e == nil {
 		e = job.NewError(job.TypeServer, job.CodeInternal, "The response ended without an answer.")
 	}
-	code := e.CodeOf()
-	if code == "" {
-		code = job.CodeEngineError
-	}
-	return &responses.Error{Code: code, Message: e.Message}
+	return responses.NewError(status, e)
 }
 
 // typedReplay writes a job's events as the typed events of a response. Each has the number of the job's event as its sequence_number, so that a client which resumes after any gets the next; what the job's own

@@ -115,6 +115,10 @@ func TestBackgroundResponsesAreJobs(t *testing.T) {
 	if again := e.send("POST", "/v1/responses", ask(inBackground+`,"user":"a"`), "X-Stainless-Retry-Count: 1").object(t)["id"]; again != first { // it may have ended by now
 		t.Errorf("the retry is %s, the first try %s", again, first)
 	}
+	silent := e.began(`,"user":"a"`)
+	if again := e.send("POST", "/v1/responses", ask(inBackground+`,"user":"a"`), "X-Stainless-Retry-Count: 1").object(t)["id"]; again != silent || silent == first {
+		t.Errorf("the retry is %s, the first try without any word %s", again, silent)
+	}
 	keyed := e.send("POST", "/v1/responses", ask(inBackground), "Idempotency-Key: k").object(t)["id"]
 	e.polled(keyed.(string))
 	if again := e.send("POST", "/v1/responses", ask(inBackground), "Idempotency-Key: k").object(t); again["id"] != keyed || again["status"] != "completed" {
@@ -157,6 +161,41 @@ func TestOnlyKeptResponsesAreFound(t *testing.T) {
 	}
 }
 
+// What ended without an answer tells what was asked all the same, and why it failed in a code that clients know.
+func TestResponsesWithoutAnAnswerKeepWhatWasAsked(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	now := make(chan reply, 1)
+	e.startWorker(func(*job.Job, []byte) reply { return <-now })
+	const asked = `,"instructions":"Be <brief>.","temperature":0.5,"max_output_tokens":7,"user":"u","metadata":{"a":"b"}`
+	kept := func(o map[string]any) {
+		t.Helper()
+		if o["instructions"] != "Be <brief>." || o["temperature"] != 0.5 || o["max_output_tokens"] != 7.0 || o["user"] != "u" || o["background"] != true || o["metadata"].(map[string]any)["a"] != "b" {
+			t.Errorf("the response is %v", o)
+		}
+	}
+	for code, r := range map[string]reply{
+		"server_error":        {status: 500, contentType: "application/json", body: `{"error":{"message":"boom","type":"InternalServerError","code":500}}`},
+		"rate_limit_exceeded": {status: 429, contentType: "application/json", body: `{"error":{"message":"boom","code":"busy"}}`},
+		"invalid_prompt":      {status: 400, contentType: "application/json", body: `{"error":{"message":"boom","code":400}}`},
+		"invalid_image":       {status: 400, contentType: "application/json", body: `{"error":{"message":"boom","code":"invalid_image"}}`},
+	} {
+		now <- r
+		o := e.polled(e.began(asked))
+		if kept(o); o["status"] != "failed" || o["error"].(map[string]any)["code"] != code || o["error"].(map[string]any)["message"] != "boom" {
+			t.Errorf("%s: the response is %v", code, o)
+		}
+	}
+	id := e.began(asked + `,"truncation":"auto"`)
+	e.send("POST", "/v1/responses/"+id+"/cancel", "")
+	o := e.polled(id)
+	if kept(o); o["status"] != "cancelled" || o["truncation"] != "auto" {
+		t.Errorf("cancelled it is %v", o)
+	}
+	now <- reply{status: 400} // for the worker that still waits
+	e.send("GET", "/v1/responses/"+responses.ID(job.NewID(time.Now().Add(-365*24*time.Hour))), "").wantError(t, http.StatusGone, job.CodeResultExpired, "")
+}
+
 func TestResponsesThatCannotBe(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{})
@@ -186,7 +225,7 @@ func TestResponsesThatCannotBe(t *testing.T) {
 	if a := e.send("POST", "/v1/responses", ask(tools)); a.status != 200 {
 		t.Errorf("with tools: %d %s", a.status, a.body)
 	}
-	if o := e.polled(e.began("")); o["status"] != "failed" || o["error"].(map[string]any)["message"] != "I refuse." || o["error"].(map[string]any)["code"] != "422" {
+	if o := e.polled(e.began("")); o["status"] != "failed" || o["error"].(map[string]any)["message"] != "I refuse." || o["error"].(map[string]any)["code"] != "invalid_prompt" {
 		t.Errorf("what the engine refused is %v", o)
 	}
 	e.send("POST", "/v1/responses", ask("")).wantError(t, 422, "422", "")

@@ -2,8 +2,11 @@ package api
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"strconv"
 	"time"
@@ -42,37 +45,58 @@ func (sub *submission) refuse(err error) bool {
 
 // dedupe tells which earlier submit a new one may repeat.
 type dedupe struct {
-	// key is the hash under which the submit is known, "" for none; hash is that of what it asks.
+	// key is the hash under which the submit is known; hash is that of what it asks, "" if the key is implied.
 	key, hash string
 	// implied: the client sent no key of its own, and the key stands for its body alone. Such a submit repeats an earlier one only if it says that it is a retry.
 	implied, retry bool
 }
 
+// fresh tells whether the submit is a new one for sure. What its key stood for does not count then.
+func (d dedupe) fresh() bool { return d.implied && !d.retry }
+
 // impliedWindow is for how long a retry without a key finds the submit that it repeats.
-const impliedWindow = 10 * time.Minute
+const impliedWindow = results.ImpliedKeyTTL
 
 // maxKey bounds an idempotency key in bytes.
 const maxKey = 255
 
 // dedupeOf reads the request's headers. body is the whole request's.
 func dedupeOf(c echo.Context, body []byte) (dedupe, error) {
-	h := c.Request().Header
-	key, count := h.Get(headerKey), h.Get(headerRetryCount)
-	if len(key) > maxKey {
-		return dedupe{}, invalid(headerKey, job.CodeInvalidValue, "The idempotency key has %d bytes: at most %d are allowed.", len(key), maxKey)
-	}
-	if key == "" && count == "" {
-		return dedupe{}, nil
-	}
-	hash, err := hashBody(route(c), body)
+	d, err := retryOf(c.Request().Header)
 	if err != nil {
 		return dedupe{}, err
 	}
-	if key != "" {
-		return dedupe{key: hashKey("client", key), hash: hash}, nil
+	if d.implied { // a retry has the very bytes of what it repeats
+		h := sha256.New()
+		_, _ = io.WriteString(h, route(c)+"\n") // a hash never fails
+		_, _ = h.Write(body)
+		return d.of(hex.EncodeToString(h.Sum(nil))), nil
 	}
-	n, err := strconv.Atoi(count)
-	return dedupe{key: hashKey("implied", hash), hash: hash, implied: true, retry: err == nil && n > 0}, nil
+	d.hash, err = hashBody(route(c), body)
+	return d, err
+}
+
+// retryOf reads from a request's headers which earlier create it may repeat. What is asked is not known yet: see dedupe.of.
+func retryOf(h http.Header) (dedupe, error) {
+	key := h.Get(headerKey)
+	switch {
+	case len(key) > maxKey:
+		return dedupe{}, invalid(headerKey, job.CodeInvalidValue, "The idempotency key has %d bytes: at most %d are allowed.", len(key), maxKey)
+	case key != "":
+		return dedupe{key: hashKey("client", key)}, nil
+	}
+	n, err := strconv.Atoi(h.Get(headerRetryCount))
+	return dedupe{implied: true, retry: err == nil && n > 0}, nil
+}
+
+// of completes d with the hash of what is asked. An implied key says it already.
+func (d dedupe) of(hash string) dedupe {
+	if d.implied {
+		d.key = hashKey("implied", hash)
+	} else {
+		d.hash = hash
+	}
+	return d
 }
 
 // submit makes the job durable and returns it as it then is: a fresh one is queued, a repeated one may be anywhere.
@@ -87,7 +111,7 @@ func dedupeOf(c echo.Context, body []byte) (dedupe, error) {
 //
 // Once begun the writes are not cut by a client that leaves: they have a deadline of their own.
 func (s *Server) submit(ctx context.Context, t job.Tenant, sub *submission) (*view, error) {
-	v, repeated, err := s.store(context.WithoutCancel(ctx), t, sub)
+	v, repeated, err := s.store(ctx, t, sub)
 	var f *failure
 	switch {
 	case err == nil && repeated:
@@ -102,7 +126,8 @@ func (s *Server) submit(ctx context.Context, t job.Tenant, sub *submission) (*vi
 	return v, err
 }
 
-func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *view, repeated bool, err error) {
+func (s *Server) store(client context.Context, t job.Tenant, sub *submission) (v *view, repeated bool, err error) {
+	ctx := context.WithoutCancel(client)
 	short, cancel := context.WithTimeout(ctx, submitTimeout)
 	defer cancel()
 	now := s.deps.Results.Now()
@@ -113,7 +138,7 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		j.APIKey = c.identity.Key.ID
 	}
 	takenOver := false
-	if sub.key != "" {
+	if !sub.fresh() {
 		earlier, held, err := s.reserve(short, t, sub)
 		if err != nil {
 			return nil, false, err
@@ -123,6 +148,8 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		}
 		takenOver = held
 	}
+	// alone: nobody else can be storing the same id right now, for a client that is still there has not begun to retry.
+	alone := func() bool { return sub.implied && !takenOver && client.Err() == nil }
 	if c := callerOf(ctx); c != nil && sub.refusal == nil { // what repeats an earlier submit was answered above
 		var f *failure
 		if err := s.allow(ctx, c.identity, j.Expected()); errors.As(err, &f) {
@@ -130,8 +157,15 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		}
 	}
 	if sub.refusal != nil {
-		s.releaseKey(ctx, j, takenOver)
+		if !sub.fresh() {
+			s.releaseKey(ctx, j, takenOver)
+		}
 		return nil, false, sub.refusal
+	}
+	if sub.fresh() { // the key serves later retries, and nothing depends on what it was
+		if err := s.deps.Results.BindKey(short, t, sub.key, results.KeyEntry{ID: j.ID}, impliedWindow); err != nil {
+			return nil, false, fmt.Errorf("binding an idempotency key: %w", err)
+		}
 	}
 	body, err := s.putBody(ctx, j, sub.body)
 	if err != nil {
@@ -151,10 +185,10 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		v, err := s.find(short, t, j.ID)
 		return v, true, err
 	case errors.As(err, &over) && accepted != nil:
-		s.discard(ctx, j, accepted.Since, takenOver)
+		s.discard(ctx, j, accepted.Since, takenOver, alone())
 		return nil, false, s.overLimit(j, over, batched)
 	case errors.As(err, &over):
-		s.withdraw(ctx, j, takenOver)
+		s.withdraw(ctx, j, takenOver, alone())
 		return nil, false, s.overLimit(j, over, batched)
 	case err != nil:
 		// It may be there or not; nothing is published, so the reconciler will remove it.
@@ -164,7 +198,7 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 	switch {
 	case err == nil, errors.Is(err, queue.ErrExists):
 	case errors.Is(err, queue.ErrFull), errors.Is(err, queue.ErrRefused):
-		s.discard(ctx, j, accepted.Since, takenOver)
+		s.discard(ctx, j, accepted.Since, takenOver, alone())
 		return nil, false, fmt.Errorf("queueing job %s: %w", j.ID, err)
 	default:
 		// Whether it is stored is not known: the record stays accepting, a retry with the same key publishes the same id again, and the reconciler settles the rest.
@@ -191,8 +225,8 @@ const queuedTimeout = time.Second
 // reserve binds the submission's key to its id. It returns the job that the key stands for already, or sets the submission's job to the id that a key without a job is bound to (held).
 func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (earlier *view, held bool, err error) {
 	j := &sub.job
-	guarded := !sub.implied || sub.retry // otherwise the key serves later retries, and nothing depends on what it was
-	if at := s.wholeAt.Load(); guarded && (at == nil || time.Since(*at) > wholeFor) {
+	entry := results.KeyEntry{ID: j.ID, Hash: sub.hash}
+	if at := s.wholeAt.Load(); at == nil || time.Since(*at) > wholeFor {
 		if err := s.keysKnown(ctx); err != nil {
 			return nil, false, err
 		}
@@ -201,28 +235,11 @@ func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (ea
 	if sub.implied {
 		ttl = impliedWindow
 	}
-	entry := results.KeyEntry{ID: j.ID, Hash: sub.hash}
 	bound, mine, err := s.deps.Results.ReserveKey(ctx, t, sub.key, entry, ttl)
 	if err != nil {
 		return nil, false, fmt.Errorf("reserving an idempotency key: %w", err)
 	}
-	fresh := sub.implied && (!sub.retry || s.deps.Results.Now().Time().Sub(bound.ID.Time()) > impliedWindow)
-	if !mine && fresh { // the same request again, meant as a new one
-		if err := s.deps.Results.ReleaseKey(ctx, t, sub.key, bound.ID); err != nil {
-			return nil, false, fmt.Errorf("releasing an idempotency key: %w", err)
-		}
-		if bound, mine, err = s.deps.Results.ReserveKey(ctx, t, sub.key, entry, ttl); err != nil {
-			return nil, false, fmt.Errorf("reserving an idempotency key: %w", err)
-		}
-		if !mine { // two at the same time, both meant as new: the key serves the other's retries
-			j.Key = ""
-			return nil, false, nil
-		}
-	}
 	if mine {
-		if !guarded {
-			return nil, false, nil
-		}
 		// If the store was wiped since we looked, the key that stood in it is not restored yet.
 		if err := s.keysKnown(ctx); err != nil {
 			s.releaseKey(ctx, j, false)
@@ -230,7 +247,7 @@ func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (ea
 		}
 		return nil, false, nil
 	}
-	if bound.Hash != sub.hash {
+	if !sub.implied && bound.Hash != sub.hash {
 		f := fail(http.StatusConflict, job.CodeIdempotencyConflict, "The idempotency key stands for another request already: use a new key for a new request.").at(headerKey)
 		f.final = true
 		return nil, false, f
@@ -242,6 +259,11 @@ func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (ea
 	case v == nil:
 		j.ID = bound.ID // the submit that bound the key went no further
 		return nil, true, nil
+	case v.outcome != nil && v.outcome.Erased && sub.implied: // whoever deleted it had its answer: this repeats another
+		if err := s.deps.Results.BindKey(ctx, t, sub.key, entry, impliedWindow); err != nil {
+			return nil, false, fmt.Errorf("binding an idempotency key: %w", err)
+		}
+		return nil, false, nil
 	case v.outcome != nil && v.outcome.Erased:
 		f := fail(http.StatusConflict, job.CodeIdempotencyConflict, "The idempotency key stands for a job that was deleted: use a new key.").at(headerKey)
 		f.final = true
@@ -273,7 +295,7 @@ func (s *Server) keysKnown(ctx context.Context) error {
 }
 
 // discard undoes a submit whose message was refused for good. An id that was taken over may have been published by an earlier try: it stays, and the reconciler looks.
-func (s *Server) discard(ctx context.Context, j *job.Job, since job.Millis, takenOver bool) {
+func (s *Server) discard(ctx context.Context, j *job.Job, since job.Millis, takenOver, alone bool) {
 	if takenOver {
 		return
 	}
@@ -286,20 +308,20 @@ func (s *Server) discard(ctx context.Context, j *job.Job, since job.Millis, take
 	if err != nil || !removed {
 		return // somebody took it over meanwhile
 	}
-	s.withdraw(ctx, j, false)
+	s.withdraw(ctx, j, false, alone)
 }
 
-// withdraw undoes what a submit that was refused has written before its record.
-func (s *Server) withdraw(ctx context.Context, j *job.Job, takenOver bool) {
+// withdraw undoes what a submit that was refused has written before its record. Unless it is alone, another try of the same id may be storing the body again right now: it is swept if not.
+func (s *Server) withdraw(ctx context.Context, j *job.Job, takenOver, alone bool) {
 	s.releaseKey(ctx, j, takenOver)
-	if j.Key == "" { // with a key, another try of the same id may be storing it again right now
+	if alone {
 		s.dropBlob(ctx, j.Blob)
 	}
 }
 
 // releaseKey unbinds j's key after a submit that came to nothing. Best effort: a key without a record is taken over.
 func (s *Server) releaseKey(ctx context.Context, j *job.Job, takenOver bool) {
-	if j.Key == "" || takenOver {
+	if takenOver {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, dropTimeout)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net/http"
 	"slices"
 
@@ -76,6 +77,11 @@ func (s *Server) createTenant(c echo.Context) error {
 	ctx, cancel := s.brief(c)
 	defer cancel()
 	made, err := s.deps.Ledger.CreateTenant(ctx, t)
+	if errors.Is(err, ledger.ErrDeleted) {
+		f := fail(http.StatusConflict, job.CodeTenantExists, "There was a tenant %q, which was deleted, and no id is used twice: choose another.", string(t.ID)).at("id")
+		f.final = true
+		return f
+	}
 	if errors.Is(err, ledger.ErrExists) {
 		f := fail(http.StatusConflict, job.CodeTenantExists, "There is a tenant %q already: change it by PATCH.", string(t.ID)).at("id")
 		f.final = true
@@ -100,19 +106,20 @@ func (s *Server) getTenant(c echo.Context) error {
 
 // updateTenant answers PATCH /admin/v1/tenants/{id}: what is not given stays as it is, and a limit of null or 0 is none.
 func (s *Server) updateTenant(c echo.Context) error {
-	ctx, cancel := s.brief(c)
-	defer cancel()
-	t, err := s.deps.Ledger.Tenant(ctx, tenantParam(c))
+	_, o, release, err := s.readBody(c)
 	if err != nil {
-		return noTenant(err, tenantParam(c), "id")
-	}
-	if err := s.readFields(c, false, fields{"name": &t.Name, "weight": &t.Weight, "limits": &t.Limits, "disabled": &t.Disabled}); err != nil {
 		return err
 	}
-	if err := ledger.CheckTenant(*t); err != nil {
-		return badField(err)
-	}
-	if t, err = s.deps.Ledger.UpdateTenant(ctx, *t); err != nil {
+	defer release()
+	ctx, cancel := s.brief(c)
+	defer cancel()
+	t, err := s.deps.Ledger.UpdateTenant(ctx, tenantParam(c), func(t *ledger.Tenant) error {
+		if err := (fields{"name": &t.Name, "weight": &t.Weight, "limits": &t.Limits, "disabled": &t.Disabled}).read(o); err != nil {
+			return err
+		}
+		return badField(ledger.CheckTenant(*t))
+	})
+	if err != nil {
 		return noTenant(err, tenantParam(c), "id")
 	}
 	return writeJSON(c, http.StatusOK, newTenantObject(t))
@@ -123,7 +130,14 @@ func (s *Server) deleteTenant(c echo.Context) error {
 	ctx, cancel := s.brief(c)
 	defer cancel()
 	id := tenantParam(c)
-	err := s.deps.Ledger.DeleteTenant(ctx, id)
+	jobs, err := s.unended(ctx, id)
+	if err != nil {
+		return err
+	}
+	if jobs > 0 {
+		return fail(http.StatusConflict, job.CodeTenantInUse, "The tenant %q is in use: %d of its jobs have not ended. Revoke its keys, and let them end or cancel them before; or disable it.", clip(string(id)), jobs)
+	}
+	err = s.deps.Ledger.DeleteTenant(ctx, id)
 	if errors.Is(err, ledger.ErrInUse) {
 		f := fail(http.StatusConflict, job.CodeTenantInUse, "The tenant %q is in use: %s", string(id), inUse(id))
 		f.final = true
@@ -133,6 +147,18 @@ func (s *Server) deleteTenant(c echo.Context) error {
 		return noTenant(err, id, "id")
 	}
 	return writeJSON(c, http.StatusOK, deletedTenant{id, "tenant", true})
+}
+
+// unended is how many of a tenant's jobs are accepted and have not ended, lines of batches among them.
+func (s *Server) unended(ctx context.Context, id job.Tenant) (jobs int64, err error) {
+	all, err := s.deps.Results.Backlogs(ctx)
+	if err != nil {
+		return 0, fmt.Errorf("counting the jobs of the tenant %s: %w", id, err)
+	}
+	for _, of := range all {
+		jobs += of.Tenants[id].Jobs
+	}
+	return jobs, nil
 }
 
 type deletedTenant struct {
@@ -180,6 +206,11 @@ func (s *Server) readFields(c echo.Context, optional bool, to fields) error {
 		return err
 	}
 	defer release()
+	return to.read(o)
+}
+
+// read reads o's fields as readFields does.
+func (to fields) read(o *job.Object) error {
 	for _, f := range o.Fields {
 		into, ok := to[f.Key]
 		if !ok {

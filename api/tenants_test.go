@@ -83,6 +83,36 @@ func TestTenantsAreAdministered(t *testing.T) {
 	e.send("GET", "/admin/v1/tenants/acme", "", adminHeader).wantError(t, 404, job.CodeTenantNotFound, "id")
 }
 
+// TestADeletedTenantLeavesNothingToTheNext: its jobs and their answers outlive it, so that nobody may have its id, and it goes when they have ended.
+func TestADeletedTenantLeavesNothingToTheNext(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{AdminKey: "sk-admin"})
+	e.known()
+	e.admin(200, "POST", "/admin/v1/tenants", `{"id":"tz"}`)
+	key := e.admin(200, "POST", "/admin/v1/keys", `{"tenant":"tz"}`)
+	header := "Authorization: Bearer " + key["secret"].(string)
+	id := e.submit(jobBody(chat(1, ""), ""), header)
+	a := e.send("DELETE", "/admin/v1/tenants/tz", "", adminHeader)
+	a.wantError(t, 409, job.CodeTenantInUse, "")
+	if !strings.Contains(string(a.body), "1 of its jobs") {
+		t.Errorf("%s", a.body)
+	}
+	if a := e.send("POST", "/v1/jobs/"+string(id)+"/cancel", "", header); a.status != 200 {
+		t.Fatalf("cancelling: %d %s", a.status, a.body)
+	}
+	e.admin(200, "DELETE", "/admin/v1/keys/"+key["id"].(string), "")
+	e.admin(200, "DELETE", "/admin/v1/tenants/tz", "")
+	a = e.send("POST", "/admin/v1/tenants", `{"id":"tz"}`, adminHeader)
+	a.wantError(t, 409, job.CodeTenantExists, "id")
+	if !strings.Contains(string(a.body), "no id is used twice") {
+		t.Errorf("%s", a.body)
+	}
+	e.send("POST", "/admin/v1/keys", `{"tenant":"tz"}`, adminHeader).wantError(t, 404, job.CodeTenantNotFound, "tenant")
+	if list := e.admin(200, "GET", "/admin/v1/tenants", ""); len(list["data"].([]any)) != 1 {
+		t.Errorf("listed: %v", list)
+	}
+}
+
 func TestKeysAreAdministered(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{AdminKey: "sk-admin"})
@@ -130,6 +160,7 @@ func TestKeysAreAdministered(t *testing.T) {
 		param              string
 	}{
 		{"POST", "", `{"tenant":"nobody"}`, 404, job.CodeTenantNotFound, "tenant"},
+		{"POST", "", `{"scopes":[]}`, 400, job.CodeInvalidValue, "scopes"},
 		{"POST", "", `{"scopes":["root"]}`, 400, job.CodeInvalidValue, "scopes"},
 		{"POST", "", `{"scopes":["batches","batches"]}`, 400, job.CodeInvalidValue, "scopes"},
 		{"POST", "", `{"scopes":"admin"}`, 400, job.CodeInvalidType, "scopes"},

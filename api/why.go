@@ -329,6 +329,17 @@ func (s *Server) queueInfo(m job.Model) (cluster.QueueInfo, bool) {
 	return cluster.QueueInfo{}, false
 }
 
+// waits tells whether work waits for the model, by the dispatcher's last word.
+func (s *Server) waits(m job.Model) bool {
+	info, _ := s.queueInfo(m)
+	for _, n := range info.Waiting {
+		if n > 0 {
+			return true
+		}
+	}
+	return false
+}
+
 // measure feeds pace each second until ctx ends.
 func (s *Server) measure(ctx context.Context) {
 	t := time.NewTicker(time.Second)
@@ -338,7 +349,7 @@ func (s *Server) measure(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case now := <-t.C:
-			s.pace.observe(now, s.deps.Cluster.Workers(""))
+			s.pace.observe(now, s.deps.Cluster.Workers(""), s.waits)
 		}
 	}
 }

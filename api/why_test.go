@@ -90,13 +90,13 @@ func TestPaceIsMeasuredFromHeartbeats(t *testing.T) {
 	member := func(id string, ended int64, models ...job.Model) cluster.Member {
 		return cluster.Member{Heartbeat: cluster.Heartbeat{ID: id, Worker: &cluster.WorkerInfo{Models: models, Completed: ended}}, Heard: at}
 	}
-	p.Observe(start, []cluster.Member{member("a", 1000, "m")})
+	p.Observe(start, []cluster.Member{member("a", 1000, "m")}, true)
 	if got := p.Of("m"); got != 0 {
 		t.Errorf("the first look says %v", got)
 	}
 	for i := range 100 { // 20 a second, and a worker of two models that ends 10 a second
 		at = start.Add(time.Duration(i+1) * time.Second)
-		p.Observe(at, []cluster.Member{member("a", 1000+20*int64(i+1), "m"), member("b", 10*int64(i+1), "m", "n")})
+		p.Observe(at, []cluster.Member{member("a", 1000+20*int64(i+1), "m"), member("b", 10*int64(i+1), "m", "n")}, true)
 	}
 	if got := p.Of("m"); got < 24.5 || got > 25.5 {
 		t.Errorf("m ends %v a second, want 25", got)
@@ -105,9 +105,9 @@ func TestPaceIsMeasuredFromHeartbeats(t *testing.T) {
 		t.Errorf("n ends %v a second, want 5", got)
 	}
 	at = start.Add(101 * time.Second)
-	p.Observe(at, []cluster.Member{member("a", 3, "m")}) // restarted under its name: nothing negative
+	p.Observe(at, []cluster.Member{member("a", 3, "m")}, true) // restarted under its name: nothing negative
 	for i := range 200 {
-		p.Observe(start.Add(time.Duration(102+i)*time.Second), nil)
+		p.Observe(start.Add(time.Duration(102+i)*time.Second), nil, true)
 	}
 	if got := p.Of("m"); got != 0 {
 		t.Errorf("without workers m ends %v a second", got)

@@ -297,6 +297,8 @@ type running struct {
 	left map[job.Model]job.Tokens
 	// absent are open lines that had no message when the reconciler looked last.
 	absent map[int64]bool
+	// unknown is a model of the input file of which it could not be told whether it exists. It is the turns' own.
+	unknown job.Model
 	// files are written, but it is not known whether their batch has ended with them.
 	files *conclusion
 }
@@ -463,7 +465,9 @@ func (r *running) turn(ctx context.Context) (ended bool, wait time.Duration, err
 			r.tidy(ctx, &row)
 			return true, 0, nil
 		case row.Status == ledger.Validating:
-			err = r.heavily(ctx, r.validate)
+			if err = r.heavily(ctx, r.validate); errors.Is(err, errLearning) {
+				return false, batchLook, nil
+			}
 		case row.Status == ledger.InProgress:
 			if wait, err = r.watch(ctx, &row); wait > 0 && err == nil {
 				return false, wait, nil

@@ -27,6 +27,11 @@ func indexBlob(id string) string { return batch.IndexPrefix + id }
 // validate reads the whole file, and starts the batch or rejects it. Order: index -> the row, with its portions, in one transaction (the point of no return). If we crash before that, all of it is done again.
 func (r *running) validate(ctx context.Context) error {
 	row := r.now()
+	if r.unknown != "" { // before all is read again
+		if _, err := r.v.d.knows(ctx, r.unknown); err != nil {
+			return err
+		}
+	}
 	f, err := r.v.d.ledger.File(ctx, row.Tenant, row.InputFile)
 	switch {
 	case errors.Is(err, ledger.ErrNotFound):
@@ -133,7 +138,7 @@ func (r *running) usable(ctx context.Context, row *ledger.Batch, failed *error) 
 		} else if *failed == nil {
 			var err error
 			if known, err = r.v.d.knows(ctx, m); err != nil {
-				*failed, known = err, true
+				*failed, known, r.unknown = err, true, m
 			}
 		}
 		if known {
@@ -143,9 +148,13 @@ func (r *running) usable(ctx context.Context, row *ledger.Batch, failed *error) 
 	}
 }
 
+// errLearning: a worker starts that may come to serve the model.
+var errLearning = errors.New("a worker starts whose engine has not told yet what it serves")
+
 // knows tells whether a model exists: a worker serves it or did within the last day, or it has a queue. A process that has just started, or been cut off, is given time to hear of it.
 func (d *Dispatcher) knows(ctx context.Context, m job.Model) (bool, error) {
 	for {
+		learning := d.deps.Cluster.Learning() // before what is known, lest what it learns meanwhile is missed
 		for _, k := range d.deps.Cluster.Known() {
 			if k.Model == m {
 				return true, nil
@@ -158,7 +167,10 @@ func (d *Dispatcher) knows(ctx context.Context, m job.Model) (bool, error) {
 		if slices.Contains(queues, m) {
 			return true, nil
 		}
-		if d.deps.Cluster.Listening(d.begun) > modelsSettle {
+		switch settled := d.deps.Cluster.Listening(d.begun) > modelsSettle; {
+		case settled && learning:
+			return false, errLearning
+		case settled:
 			return false, nil
 		}
 		select {

@@ -241,6 +241,38 @@ func TestBatchWhoseLinesAllFail(t *testing.T) {
 	}
 }
 
+// TestBatchOfAnUnknownModelWaitsForTheWorkersThatStart: as long as one does not know what it will serve, and no longer. A batch that waits holds up no other, and can be cancelled.
+func TestBatchOfAnUnknownModelWaitsForTheWorkersThatStart(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	beat := func(id string, models ...job.Model) cluster.Heartbeat {
+		return cluster.Heartbeat{ID: id, Role: cluster.RoleWorker, Epoch: id, Worker: &cluster.WorkerInfo{
+			Name: id, State: cluster.Starting, StateSince: float64(time.Now().UnixMilli()) / 1000, Models: models,
+		}}
+	}
+	leave := e.announce(e.open(), beat("cold"))
+	l := e.lead(quick)
+	e.until("the worker is heard", l.cluster.Learning)
+	late, never := e.batch(e.upload(requests(3, "late", model))), e.batch(e.upload(requests(3, model, "never")))
+	dropped := e.batch(e.upload(requests(1, "never")))
+	e.until("it would be known what there is", func() bool { return l.cluster.Listening(time.Time{}) > 5*time.Second })
+	e.crew(model, 1, nil)
+	e.batchEnds(e.batch(e.upload(requests(2))), ledger.Completed)
+	e.cancelBatch(dropped)
+	e.batchEnds(dropped, ledger.Cancelled)
+	for _, b := range []*ledger.Batch{late, never} {
+		if row := e.row(b); row.Status != ledger.Validating {
+			t.Fatalf("a batch is %s: %+v", row.Status, row.Errors)
+		}
+	}
+	e.announce(e.open(), beat("other", "late"))
+	e.until("the batch of the model that is served goes on", func() bool { return e.row(late).Status == ledger.InProgress })
+	leave()
+	if row := e.batchEnds(never, ledger.Failed); len(row.Errors) != 1 || row.Errors[0].Code != job.CodeModelNotFound {
+		t.Errorf("row %+v", row)
+	}
+}
+
 func TestBatchesThatCannotRunAreRejected(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)

@@ -152,7 +152,7 @@ func outcome(r *reply, f *fault) (*job.Outcome, []byte) {
 		o.StatusCode, o.ContentType, o.Usage, result = r.status, r.contentType, r.usage, r.body
 		if r.status < 200 || r.status > 299 {
 			o.State = job.Failed
-			o.Error = job.NewError(job.TypeInvalidRequest, job.CodeEngineError, fmt.Sprintf("The engine refused the request with %d.", r.status))
+			o.Error = job.NewError(job.TypeOf(r.status), job.CodeEngineError, fmt.Sprintf("The engine refused the request with %d.", r.status))
 		}
 	}
 	if f != nil {
@@ -160,8 +160,12 @@ func outcome(r *reply, f *fault) (*job.Outcome, []byte) {
 		if f.state != "" {
 			o.State = f.state
 		}
-		if r != nil && r.streamed { // a part of an answer is none
+		if r != nil && (r.streamed || r.status < 400) { // a part of an answer is none, nor is what is no answer under a good status
 			o.StatusCode, o.ContentType, result = 0, "", nil
+		}
+		if o.StatusCode != 0 && o.Error != nil {
+			told := *o.Error
+			told.Type, o.Error = job.TypeOf(o.StatusCode), &told
 		}
 	}
 	return o, result

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/engine"
@@ -180,7 +181,7 @@ func (c *call) generate(ctx context.Context, body []byte, s *resumption) (r *rep
 		return nil, c.broken(ctx, err), true
 	}
 	f = c.judge(ctx, r)
-	if c.answering != nil && f == nil && r.status == http.StatusOK {
+	if c.answering != nil && f == nil && r.status >= 200 && r.status <= 299 {
 		f = c.respondWhole(ctx, r)
 	}
 	if s == nil {
@@ -263,6 +264,9 @@ func (c *call) stream(ctx context.Context, r *reply, response *engine.Response, 
 	}
 	c.assembler = assembler
 	for ev, err := range response.Events() {
+		if errors.Is(err, engine.ErrNoDone) && assembler.Finished(choices(c.request, c.d.Job.Endpoint)) {
+			break // all has been said but that
+		}
 		if err != nil {
 			return c.broken(ctx, err)
 		}
@@ -334,11 +338,11 @@ func (c *call) token(generated bool, called time.Time, s *resumption) {
 // judge says what is wrong with a whole answer; nil if it ends the job, as the engine's refusal of a bad request does.
 func (c *call) judge(ctx context.Context, r *reply) *fault {
 	switch {
-	case r.status >= 200 && r.status < 400 && (r.status != http.StatusOK || !json.Valid(r.body)):
-		// A page, a redirect or nothing: whatever answers there, it is no engine that has done the work.
+	case r.status >= 200 && r.status < 400 && (r.status > 299 || !json.Valid(r.body) || !utf8.Valid(r.body)):
+		// A page, a redirect, half an answer or nothing: whatever answers there, it is no engine that has done the work.
 		c.w.badCall(c.d.Job.ID, "it answers with something that is no JSON")
 		return again(true, reasonBroken, 0, job.CodeEngineError, fmt.Sprintf("The engine answered %d without JSON.", r.status))
-	case r.status == http.StatusOK:
+	case r.status >= 200 && r.status <= 299:
 		c.w.goodCall()
 		if r.usage = engine.UsageOf(r.body); r.usage != nil {
 			c.w.rate.add(time.Now(), r.usage.CompletionTokens)

@@ -196,7 +196,7 @@ func (r *reservation) grow(n int) {
 func (r *reservation) ended(got *reply, f *fault) {
 	var result schedule.Result
 	if got != nil {
-		result.Completed = f == nil && got.status == http.StatusOK
+		result.Completed = f == nil && got.status >= 200 && got.status <= 299
 		result.Overloaded = got.status == http.StatusTooManyRequests || got.status >= 500
 		if got.usage != nil {
 			result.Prompt, result.Output = got.usage.PromptTokens, got.usage.CompletionTokens

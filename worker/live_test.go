@@ -190,6 +190,95 @@ func TestLiveErrorsAreRetriedAFewTimes(t *testing.T) {
 	}
 }
 
+// TestBrokenAnswerUnderAGoodStatusIsNone: it is tried again as any failure is, and the client gets an error in its place, whether it wants a stream or not.
+func TestBrokenAnswerUnderAGoodStatusIsNone(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, 30*time.Second)
+	broken := map[string]string{
+		"half": `{"id":`, "a comma too many": `{"id":"x",}`, "two": `{"id":"x"}{"id":"y"}`, "a raw newline": "{\"id\":\"x\ny\"}", "no number": `{"id":NaN}`, "bytes that are no text": "{\"id\":\"\xff\"}", "nothing": "",
+	}
+	type asked struct {
+		name string
+		m    *queue.Message
+		seat *relay.Seat
+	}
+	var all []asked
+	answers := map[string]string{}
+	for name, body := range broken {
+		for _, more := range []string{"", `"stream":true,`} {
+			m := e.job(chat("x", more), live, func(j *job.Job) { j.Stream = more != "" })
+			answers[string(m.Job.ID)] = body
+			all = append(all, asked{name, m, nil})
+		}
+	}
+	eng := play(t, func(w http.ResponseWriter, r *http.Request) { reply(200, answers[r.Header.Get("X-Request-Id")])(w, r) })
+	e.work(eng.URL, generic, func(c *workerConfig) { c.FailuresInRow = 1000 })
+	d := e.desk()
+	for i := range all {
+		all[i].seat = e.call(d, all[i].m)
+	}
+	for _, a := range all {
+		head, body, end := e.collect(a.seat)
+		if head != nil || body != "" || end.State != job.Failed || end.Error.CodeOf() != job.CodeEngineError || eng.of(string(a.m.Job.ID)) != 3 {
+			t.Errorf("%s: head %+v, body %q, end %+v after %d calls", a.name, head, body, end, eng.of(string(a.m.Job.ID)))
+		}
+	}
+}
+
+// TestStreamWhoseChoicesHaveAllEndedIsWhole, though its engine says no [DONE] and not even the last event's blank line. One that ends before has broken off.
+func TestStreamWhoseChoicesHaveAllEndedIsWhole(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, 30*time.Second)
+	const (
+		first, second = `{"choices":[{"index":0,"delta":{"content":"a"}}]}`, `{"choices":[{"index":1,"delta":{"content":"b"}}]}`
+		ends, other   = `{"choices":[{"index":0,"delta":{"content":"c"},"finish_reason":"stop"}]}`, `{"choices":[{"index":1,"delta":{},"finish_reason":"length"}]}`
+		usage         = `{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5}}`
+	)
+	event := func(chunks ...string) string { return "data: " + strings.Join(chunks, "\n\ndata: ") }
+	eng := play(t, nil)
+	e.work(eng.URL, generic, func(c *workerConfig) { c.FailuresInRow = 1000 })
+	d := e.desk()
+	for name, c := range map[string]struct {
+		more, stream string
+		whole        bool
+	}{
+		"all is there":          {"", event(first, ends, usage) + "\n\n", true},
+		"no blank line":         {"", event(first, ends) + "\n", true},
+		"no end of the line":    {"", event(first, ends), true},
+		"both of two":           {`"n":2,`, event(first, second, other, ends) + "\n\n", true},
+		"one of two":            {`"n":2,`, event(first, second, ends) + "\n\n", false},
+		"the other never began": {`"n":2,`, event(first, ends) + "\n\n", false},
+		"no reason":             {"", event(first) + "\n\n", false},
+		"cut in the last chunk": {"", event(first, ends[:len(ends)-1]), false},
+		"an empty reason":       {"", event(first, strings.Replace(ends, "stop", "", 1)) + "\n\n", false},
+	} {
+		eng.then(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Type", "text/event-stream")
+			_, _ = io.WriteString(w, c.stream)
+		})
+		m := e.job(chat("x", `"stream":true,"stream_options":{"include_usage":true},`+c.more), liveStream)
+		head, body, end := e.collect(e.call(d, m))
+		if c.whole {
+			if want := strings.TrimRight(c.stream, "\n") + "\n\n"; head == nil || body != want || end.State != job.Completed || end.Error != nil {
+				t.Errorf("%s: the client got %q, end %+v; want %q", name, body, end, want)
+			}
+		} else if end.State != job.Failed || end.Error.CodeOf() != job.CodeEngineError || !strings.HasPrefix(body, "data: "+first+"\n\n") {
+			t.Errorf("%s: the client got %q, end %+v", name, body, end)
+		}
+	}
+	eng.then(func(w http.ResponseWriter, _ *http.Request) { // kept as events, and as a response made of a chat
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = io.WriteString(w, event(first, ends, usage)+"\n\n")
+	})
+	if got := e.completed(e.submit(e.job(chat("x", ""), withEvents))); !strings.Contains(string(got), `"content":"ac"`) {
+		t.Errorf("the job's answer is %s", got)
+	}
+	m := e.job(`{"model":"emulator-test","stream":true,"input":"x"}`, liveStream, func(j *job.Job) { j.Endpoint = job.Responses })
+	if _, body, end := e.collect(e.call(d, m)); end.State != job.Completed || !strings.Contains(body, "response.completed") {
+		t.Errorf("the response is %q, end %+v", body, end)
+	}
+}
+
 func TestLiveJobIsStoppedWhenItsClientLeaves(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, 5*time.Second)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
 	"slices"
@@ -180,6 +181,9 @@ func (c *call) readChat(ctx context.Context, r *reply, response *engine.Response
 	stream := c.answering.request.Stream(c.answering.frame)
 	c.assembler = engine.NewAssembler(job.ChatCompletions, true) // for the usage, the errors and the bound on the answer
 	for ev, err := range response.Events() {
+		if errors.Is(err, engine.ErrNoDone) && c.assembler.Finished(1) {
+			break // all has been said but that
+		}
 		if err != nil {
 			return nil, c.broken(ctx, err)
 		}

@@ -53,7 +53,7 @@ func newResumption(endpoint job.Endpoint, chunks [][]byte, hideUsage bool) (*res
 		}
 		s.count(chunk)
 	}
-	if s.assembler.Finished() {
+	if s.assembler.Finished(1) {
 		s.used += s.pending
 	}
 	return s, nil
@@ -79,7 +79,7 @@ func (s *resumption) count(c engine.Chunk) {
 		if u := s.assembler.Usage(); u != nil {
 			s.prompt = u.PromptTokens
 			s.counted = !c.Choice
-			if c.Token || s.assembler.Finished() {
+			if c.Token || s.assembler.Finished(1) {
 				s.used, s.pending = u.CompletionTokens, 0
 			}
 			return
@@ -257,7 +257,7 @@ func (c *call) goOn(ctx context.Context, request []byte) (r *reply, f *fault, ok
 	switch {
 	case !oneChoice(request, j.Endpoint):
 		return nil, nil, false
-	case s.assembler.Finished():
+	case s.assembler.Finished(1):
 		r, f = c.complete(ctx, request, s)
 		return r, f, true
 	case !plain:
@@ -319,7 +319,7 @@ func (c *call) continuable(ctx context.Context) bool {
 		return false
 	}
 	text, plain := c.assembler.Partial()
-	if c.assembler.Finished() || plain && text == "" {
+	if c.assembler.Finished(1) || plain && text == "" {
 		return true
 	}
 	if !plain || !c.engineContinues(ctx) {
@@ -340,6 +340,21 @@ func oneChoice(request []byte, endpoint job.Endpoint) bool {
 	}
 	n := string(o.Get("n"))
 	return n == "" || n == "null" || n == "1"
+}
+
+// choices is how many answers a request asks for.
+func choices(request []byte, endpoint job.Endpoint) int {
+	var r struct {
+		N      int             `json:"n"`
+		Prompt json.RawMessage `json:"prompt"`
+	}
+	_ = json.Unmarshal(request, &r) // what cannot be read is left at its zero: the engine took the request
+	n := max(1, r.N)
+	var prompts []json.RawMessage
+	if endpoint == job.Completions && json.Unmarshal(r.Prompt, &prompts) == nil && len(prompts) > 0 && bytes.ContainsAny(prompts[0][:1], `"[`) { // else it is one prompt, or one of tokens
+		n *= len(prompts)
+	}
+	return n
 }
 
 // complete ends an answer to which no token is to be added: what is still missing behind the last one is told.

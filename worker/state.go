@@ -124,12 +124,15 @@ func (w *Worker) beat() cluster.Heartbeat {
 	for m := range w.models {
 		models = append(models, m)
 	}
+	if state == cluster.Starting && len(models) == 0 {
+		models = append(models, w.named...)
+	}
 	slices.Sort(models)
 	return cluster.Heartbeat{
 		ID: string(w.id), Role: cluster.RoleWorker, Version: w.deps.Version, Host: w.host, Started: w.begun.UnixMilli(), Epoch: w.deps.Process,
 		Worker: &cluster.WorkerInfo{
 			Name: w.cfg.Name, State: state, Reason: reason, Models: models, Engine: string(w.kind),
-			Capacity: s.Capacity, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largestLocked(""), Level: s.Level, Running: s.Running, InHand: s.InHand,
+			Capacity: s.Capacity, Used: s.Used, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largestLocked(""), Level: s.Level, Running: s.Running, InHand: s.InHand,
 			Load: finite(s.Load), TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake, Yields: w.yielding(),
 			ChatOnly:   w.chatOnly(models),
 			StateSince: float64(w.since.UnixMilli()) / 1000, FallBacks: falls, ProbeSeconds: probe.Seconds(), Shape: shape, GPUs: gpuInfo(gpus),

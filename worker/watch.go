@@ -117,6 +117,7 @@ func (w *Worker) prepare(ctx context.Context, serve func(job.Model) context.Canc
 	if err != nil {
 		return err
 	}
+	w.name(models)
 	load, err := w.load(ctx)
 	if err != nil && (!w.seen() || !noAnswer(err)) { // metrics that keep silent stop nothing: the ledger knows the capacity of before
 		return err
@@ -152,6 +153,21 @@ func (w *Worker) listModels(ctx context.Context) ([]engine.ModelInfo, error) {
 		return nil, fmt.Errorf("the engine serves none of the wanted models %v", w.cfg.Models)
 	default:
 		return nil, errors.New("the engine serves no models")
+	}
+}
+
+// name tells the others at once which models there will be, before the engine has proved that it serves them: what asks for them is then held, and what asks for others is refused.
+func (w *Worker) name(models []engine.ModelInfo) {
+	named := make([]job.Model, len(models))
+	for i, m := range models {
+		named[i] = m.Model
+	}
+	w.mu.Lock()
+	news := w.state == cluster.Starting && !slices.Equal(w.named, named)
+	w.named = named
+	w.mu.Unlock()
+	if news {
+		w.deps.Cluster.Nudge()
 	}
 }
 
@@ -217,7 +233,7 @@ func (w *Worker) adopt(ctx context.Context, models []engine.ModelInfo, serve fun
 		fit := w.largestLocked(m.Model)
 		w.mu.Unlock()
 		short, cancel := context.WithTimeout(ctx, storeTimeout)
-		err := w.deps.Cluster.Remember(short, cluster.KnownModel{Model: m.Model, Largest: fit, Seen: time.Now().UnixMilli(), Engine: string(kind)})
+		err := w.deps.Cluster.Remember(short, cluster.KnownModel{Model: m.Model, Largest: fit, Seen: time.Now().UnixMilli(), First: w.begun.UnixMilli(), Engine: string(kind)})
 		cancel()
 		if err != nil { // said again soon; heartbeats carry it meanwhile
 			w.log.Warn("remembering a served model", "model", m.Model, "err", err)

@@ -33,16 +33,13 @@ type administration interface {
 
 // adminFlags say what an operator's command works on.
 type adminFlags struct {
-	clientFlags
+	operatorFlags
 	database databaseFlags
 	data     string
 }
 
 func (c *adminFlags) add(fs *pflag.FlagSet) {
-	fs.StringVar(&c.url, "url", client.DefaultURL, "the API's `URL`")
-	fs.StringVar(&c.key, "admin-key", "", "`key` that opens /admin; better set in MILLRACE_ADMIN_KEY, or else MILLRACE_API_KEY, where ps does not show it")
-	variables(fs, "url", "MILLRACE_URL", "OPENAI_BASE_URL")
-	variables(fs, "admin-key", "MILLRACE_ADMIN_KEY", "MILLRACE_API_KEY")
+	c.operatorFlags.add(fs)
 	c.database.add(fs, "default none: the API is asked")
 	fs.StringVar(&c.data, "data", "", "`folder` of a millrace up, whose database is used in place of the API")
 }
@@ -58,7 +55,7 @@ func (c *adminFlags) do(cmd *cobra.Command, f func(context.Context, administrati
 		if err != nil {
 			return err
 		}
-		return explainAdmin(cl, f(ctx, cl))
+		return explainAdmin(cl, f(ctx, cl), ", or name the database with --database-url or --data")
 	}
 	if err := c.database.check(false); err != nil {
 		return usageError(cmd, err)
@@ -85,11 +82,11 @@ func (c *adminFlags) do(cmd *cobra.Command, f func(context.Context, administrati
 	return errors.Join(f(ctx, direct{store}), store.Close())
 }
 
-// explainAdmin adds to an error what can be done about it.
-func explainAdmin(c *client.Client, err error) error {
+// explainAdmin adds to an error what can be done about it; also is what else helps without an admin key.
+func explainAdmin(c *client.Client, err error, also string) error {
 	var refused *client.Error
 	if errors.As(err, &refused) && (refused.Status == 401 || refused.Status == 403) {
-		return fmt.Errorf("%w: set MILLRACE_ADMIN_KEY to the admin key of %s or to a key of scope admin, or name the database with --database-url or --data", err, c.URL())
+		return fmt.Errorf("%w: set MILLRACE_ADMIN_KEY to the admin key of %s, or to a key of scope admin%s", err, c.URL(), also)
 	}
 	return explain(c, err)
 }
@@ -106,9 +103,11 @@ func said(err error, kind, id string) error {
 	case errors.As(err, &field):
 		return &exitError{exitUsage, err}
 	case errors.Is(err, ledger.ErrNotFound):
-		return fmt.Errorf("there is no %s %q", kind, id)
+		return fmt.Errorf("there is no %s %q: `millrace %ss list` shows those that there are", kind, id, kind)
 	case errors.Is(err, ledger.ErrExists):
 		return fmt.Errorf("there is a %s %q already: change it with `millrace tenants update`", kind, id)
+	case errors.Is(err, ledger.ErrDeleted):
+		return fmt.Errorf("there was a %s %q, and no id is used twice: choose another", kind, id)
 	}
 	return err
 }
@@ -189,13 +188,7 @@ func (d direct) CreateTenant(ctx context.Context, c client.TenantChange) (*clien
 }
 
 func (d direct) UpdateTenant(ctx context.Context, id job.Tenant, c client.TenantChange) (*client.Tenant, error) {
-	t, err := d.ledger.Tenant(ctx, id)
-	if err == nil {
-		err = change(t, c)
-	}
-	if err == nil {
-		t, err = d.ledger.UpdateTenant(ctx, *t)
-	}
+	t, err := d.ledger.UpdateTenant(ctx, id, func(t *ledger.Tenant) error { return change(t, c) })
 	if err != nil {
 		return nil, said(err, "tenant", string(id))
 	}

@@ -340,7 +340,7 @@ func newBatchResults(p *program) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "results ID", Short: "Print the lines that have ended so far",
 		Long: `Print the lines of a batch that have ended so far, completed or not, as JSON lines in
-no order; also while the batch still runs.`,
+no order; also while the batch still runs. A file of requests is never replaced by them.`,
 		Example: "  millrace batch results batch_06f2…\n  millrace batch results batch_06f2… -o so-far.jsonl", Args: args(1, 1, "ID"),
 		RunE: func(cmd *cobra.Command, given []string) error {
 			if err := fileName("out", name); err != nil {
@@ -348,6 +348,10 @@ no order; also while the batch still runs.`,
 			}
 			c, err := conn.open()
 			if err != nil {
+				return err
+			}
+			to := outFlags{out: name}
+			if err := to.claim(p, "", to); err != nil {
 				return err
 			}
 			n, err := writeFile(p, name, func(w io.Writer) (int64, error) { return c.Results(cmd.Context(), given[0], w) })
@@ -366,7 +370,10 @@ no order; also while the batch still runs.`,
 }
 
 func newBatchCancel(p *program) *cobra.Command {
-	var conn clientFlags
+	var (
+		conn clientFlags
+		out  output
+	)
 	cmd := &cobra.Command{
 		Use: "cancel ID…", Short: "End batches before all their lines have ended",
 		Long:    "Cancel batches. What has ended stays, what runs is stopped, and the rest never starts.",
@@ -376,19 +383,17 @@ func newBatchCancel(p *program) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			for _, id := range given {
+			return explain(c, each(p.out, out, given, func(id string) (*client.Batch, string, error) {
 				b, err := c.CancelBatch(cmd.Context(), id)
 				if err != nil {
-					return explain(c, err)
+					return nil, "", err
 				}
-				if _, err := fmt.Fprintln(p.out, b.ID, b.Status); err != nil {
-					return err
-				}
-			}
-			return nil
+				return b, b.ID + " " + b.Status, nil
+			}))
 		},
 	}
 	conn.add(cmd.Flags())
+	out.add(cmd.Flags())
 	return cmd
 }
 
@@ -402,7 +407,8 @@ func newBatchRetry(p *program) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "retry ID", Short: "Run the lines again that did not complete",
 		Long: `Start a new batch of the lines of an ended one that failed, expired or were cancelled,
-and print its id. With --wait wait for it and fetch its results, as run does.`,
+and print its id. With --wait wait for it and fetch its results, as run does. A file of
+requests is never replaced by results.`,
 		Example: "  millrace batch retry batch_06f2…\n  millrace batch retry batch_06f2… --wait -o more.jsonl", Args: args(1, 1, "ID"),
 		RunE: func(cmd *cobra.Command, given []string) error {
 			if err := files.check(out); err != nil {
@@ -415,12 +421,17 @@ and print its id. With --wait wait for it and fetch its results, as run does.`,
 			if err != nil {
 				return err
 			}
+			if wait {
+				if err := files.of("batch_new").claim(p, "", files); err != nil { // its default names are of an id that nobody knows yet
+					return err
+				}
+			}
 			b, err := c.RetryBatch(cmd.Context(), given[0], "")
 			if err != nil {
 				return explain(c, err)
 			}
 			if wait {
-				r := &batchRun{p: p, c: c, files: files.of(b.ID), flags: conn.given(p), out: out, tell: newTeller(cmd.Context(), p.err)}
+				r := &batchRun{p: p, c: c, files: files.of(b.ID), given: files, flags: conn.given(p), out: out, tell: newTeller(cmd.Context(), p.err)}
 				r.tell.say("%s: what did not complete of %s", b.ID, given[0])
 				return explain(c, r.finish(cmd.Context(), b))
 			}
@@ -432,7 +443,7 @@ and print its id. With --wait wait for it and fetch its results, as run does.`,
 		},
 	}
 	cmd.Flags().BoolVar(&wait, "wait", false, "wait for its end and fetch its results")
-	files.add(cmd.Flags())
+	files.add(cmd.Flags(), "ID.output.jsonl, of the new batch's id")
 	conn.add(cmd.Flags())
 	out.addLong(cmd.Flags())
 	return cmd

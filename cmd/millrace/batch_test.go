@@ -221,7 +221,7 @@ func TestBatchRunWritesTheResultsAndSumsUp(t *testing.T) {
 	in := writeInput(t, threeLines)
 	out := strings.TrimSuffix(in, ".jsonl") + ".output.jsonl"
 	stale := strings.TrimSuffix(in, ".jsonl") + ".errors.jsonl"
-	if err := os.WriteFile(stale, []byte("of an earlier run"), 0o600); err != nil {
+	if err := os.WriteFile(stale, []byte(resultLine), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	r := f.ask(t, "", "run", in, "--window", "48h", "--metadata", "a=b,c=d")
@@ -309,7 +309,7 @@ func TestBatchRunShowsWhyAFileWasRefused(t *testing.T) {
 		`"status":"failed","failed_at":CREATED+7,"request_counts":{"total":0,"completed":0,"failed":0},"errors":{"object":"list","data":[`+strings.Join(errs, ",")+`]}`)
 	in := writeInput(t, threeLines)
 	kept := strings.TrimSuffix(in, ".jsonl") + ".output.jsonl"
-	if err := os.WriteFile(kept, []byte("of an earlier run"), 0o600); err != nil {
+	if err := os.WriteFile(kept, []byte(resultLine), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	r := f.ask(t, "", "run", in)
@@ -317,7 +317,7 @@ func TestBatchRunShowsWhyAFileWasRefused(t *testing.T) {
 		!strings.Contains(r.err, "nothing ran") {
 		t.Errorf("%+v", r)
 	}
-	if contentOf(t, kept) != "of an earlier run" {
+	if contentOf(t, kept) != resultLine {
 		t.Error("the earlier results are gone, though nothing ran")
 	}
 }
@@ -479,9 +479,9 @@ func TestBatchErrorsSayWhatToDo(t *testing.T) {
 		{"a format for a file", []string{"run", good, "-o", "json"}, "", exitUsage, []string{"--output json", "./json"}},
 		{"one file for both", []string{"run", good, "-o", "x", "--errors", "x"}, "", exitUsage, []string{"both", "x"}},
 		{"errors to the standard output", []string{"run", good, "--errors", "-"}, "", exitUsage, []string{"errors"}},
-		{"a folder that is not there", []string{"run", good, "-o", "/nowhere/out.jsonl"}, "", exitFailed, []string{"/nowhere/out.jsonl", "--resume batch_1"}},
+		{"a folder that is not there", []string{"run", good, "-o", "/nowhere/out.jsonl"}, "", exitFailed, []string{"/nowhere/out.jsonl", "no such file or directory", "-o"}},
 		{"nothing to write", []string{"retry", "batch_1", "-o", "x"}, "", exitUsage, []string{"--wait"}},
-		{"no such batch", []string{"get", "batch_77"}, "", exitFailed, []string{"no such batch", "batch_not_found"}},
+		{"no such batch", []string{"get", "batch_77"}, "", exitFailed, []string{"no such batch", "batch_not_found", "`millrace batch list`"}},
 		{"a limit", []string{"list", "--limit", "0"}, "", exitUsage, []string{"limit is 0", "between 1 and 100"}},
 		{"no lines allowed", []string{"validate", good, "--max-batch-lines", "0"}, "", exitUsage, []string{"max-batch-lines is 0"}},
 	} {

@@ -39,6 +39,10 @@ func newBatchRun(p *program) *cobra.Command {
 		Long: `Send a file of requests ("-" is the standard input), wait until every line has ended,
 and write the results and the errors beside it.
 
+A file that -o or --errors names is replaced, and is empty in the end if there is nothing
+for it. A file that is there under a default name is replaced or removed if it is of an
+earlier run, else it is refused before anything is sent. So is one that holds requests.
+
 Ctrl-C ends the waiting and not the batch: it says how to go on. So does the same
 command: it finds the batch that it began, unless --new asks for another.
 The exit code is 0 if all lines completed, 3 if some did not.`,
@@ -59,9 +63,12 @@ The exit code is 0 if all lines completed, 3 if some did not.`,
 				return err
 			}
 			ctx := cmd.Context()
-			r := &batchRun{p: p, c: c, flags: conn.given(p), out: out, tell: newTeller(ctx, p.err)}
+			r := &batchRun{p: p, c: c, given: files, flags: conn.given(p), out: out, tell: newTeller(ctx, p.err)}
 			if resume != "" {
 				r.files = files.of(resume)
+				if err := r.files.claim(p, "", files); err != nil {
+					return err
+				}
 				b, err := c.Batch(ctx, resume)
 				if err != nil {
 					return explain(c, err)
@@ -72,6 +79,9 @@ The exit code is 0 if all lines completed, 3 if some did not.`,
 			if r.files.out == "-" && out.json() {
 				return usageError(cmd, errors.New("the results and the batch cannot both go to the standard output: name a file for the results with -o"))
 			}
+			if err := r.files.claim(p, given[0], files); err != nil {
+				return err
+			}
 			b, err := r.begin(cmd, given[0], what, fresh)
 			if err != nil {
 				return explain(c, err)
@@ -79,7 +89,7 @@ The exit code is 0 if all lines completed, 3 if some did not.`,
 			return explain(c, r.finish(ctx, b))
 		},
 	}
-	files.add(cmd.Flags())
+	files.add(cmd.Flags(), "FILE.output.jsonl, with --resume ID.output.jsonl, for the standard input the standard output")
 	what.add(cmd.Flags())
 	cmd.Flags().StringVar(&resume, "resume", "", "go on waiting for the batch of this `id`")
 	cmd.Flags().BoolVar(&fresh, "new", false, "start another batch, though one of the same file runs")
@@ -97,9 +107,9 @@ func (o *output) addLong(fs *pflag.FlagSet) {
 // outFlags say where a batch's lines go.
 type outFlags struct{ out, errors string }
 
-func (f *outFlags) add(fs *pflag.FlagSet) {
-	fs.StringVarP(&f.out, "out", "o", "", "`file` for the results; - is the standard output (default FILE.output.jsonl, for the standard input the standard output)")
-	fs.StringVar(&f.errors, "errors", "", "`file` for the lines that did not complete (default beside the results, as .errors.jsonl)")
+func (f *outFlags) add(fs *pflag.FlagSet, standard string) {
+	fs.StringVarP(&f.out, "out", "o", "", "`file` for the results; - is the standard output (default "+standard+")")
+	fs.StringVar(&f.errors, "errors", "", "`file` for the lines that did not complete, empty if all did (default beside the results, as .errors.jsonl, and none if all did)")
 }
 
 func (f *outFlags) check(out output) error {
@@ -302,7 +312,8 @@ type batchRun struct {
 	p     *program
 	c     *client.Client
 	files outFlags
-	flags string // for another command to the same server
+	given outFlags // of those the ones that were said
+	flags string   // for another command to the same server
 	out   output
 	tell  *teller
 	lines int64 // of the input, 0 if it is not at hand
@@ -476,7 +487,7 @@ type errorCount struct {
 
 // fetch writes the batch's files to where they belong.
 func (r *batchRun) fetch(ctx context.Context, b *client.Batch) (errorCount, error) {
-	for _, f := range []struct{ id, name, what string }{{b.OutputFileID, r.files.out, "results"}, {b.ErrorFileID, r.files.errors, "errors"}} {
+	for _, f := range []struct{ id, name, given, what string }{{b.OutputFileID, r.files.out, r.given.out, "results"}, {b.ErrorFileID, r.files.errors, r.given.errors, "errors"}} {
 		switch {
 		case f.id != "":
 			s := r.tell.stage(0)
@@ -490,9 +501,14 @@ func (r *batchRun) fetch(ctx context.Context, b *client.Batch) (errorCount, erro
 			if err != nil {
 				return errorCount{}, fmt.Errorf("fetching the %s: %w", f.what, err)
 			}
-		case f.name != "-" && b.Status != client.BatchFailed:
+		case f.name == "-" || b.Status == client.BatchFailed:
+		case f.given != "":
+			if _, err := writeFile(r.p, f.name, func(io.Writer) (int64, error) { return 0, nil }); err != nil {
+				return errorCount{}, fmt.Errorf("emptying the %s: %w", f.what, err)
+			}
+		default:
 			// What an earlier run left there would be taken for this one's.
-			if err := removeFile(f.name); err != nil {
+			if err := removeResults(f.name); err != nil {
 				return errorCount{}, fmt.Errorf("removing the %s of an earlier run: %w", f.what, err)
 			}
 		}
@@ -503,10 +519,14 @@ func (r *batchRun) fetch(ctx context.Context, b *client.Batch) (errorCount, erro
 	return countErrors(r.files.errors)
 }
 
-// removeFile removes a plain file, if there is one.
-func removeFile(name string) error {
-	if info, err := os.Lstat(name); err != nil || !info.Mode().IsRegular() {
+// removeResults removes a plain file that holds lines of a batch, or nothing, if there is one.
+func removeResults(name string) error {
+	info, err := os.Lstat(name)
+	if err != nil || !info.Mode().IsRegular() {
 		return nil //nolint:nilerr // there is nothing to remove
+	}
+	if holds := contentOfFile(spot{name, name, info}); holds != holdsNothing && holds != holdsResults {
+		return nil // it came there since the run began
 	}
 	return os.Remove(name)
 }
@@ -528,7 +548,7 @@ func writeFile(p *program, name string, write func(io.Writer) (int64, error)) (i
 		n, err := write(f)
 		return n, errors.Join(err, f.Close())
 	}
-	part := filepath.Join(filepath.Dir(target), fmt.Sprintf(".%s.%d.part", filepath.Base(target), os.Getpid()))
+	part := partOf(target)
 	f, err := os.Create(part)
 	if err != nil {
 		return 0, fmt.Errorf("making a file for %s: %w", name, err)

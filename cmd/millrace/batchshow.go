@@ -4,11 +4,13 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"os"
 	"sync"
 	"time"
 
 	"github.com/vbauerster/mpb/v8"
 	"github.com/vbauerster/mpb/v8/decor"
+	"golang.org/x/term"
 
 	"github.com/millrace/millrace/internal/client"
 	"github.com/millrace/millrace/internal/telemetry"
@@ -28,7 +30,17 @@ type teller struct {
 }
 
 func newTeller(ctx context.Context, w io.Writer) *teller {
-	return &teller{ctx: ctx, w: w, term: telemetry.Terminal(w)}
+	return &teller{ctx: ctx, w: w, term: drawable(w)}
+}
+
+// drawable tells whether w is a terminal with room for a bar: one without a size has none.
+func drawable(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	if !ok || !telemetry.Terminal(f) {
+		return false
+	}
+	width, height, err := term.GetSize(int(f.Fd()))
+	return err == nil && width > 0 && height > 0
 }
 
 // say writes a line: above the bar, if one is shown.

@@ -26,6 +26,17 @@ func (c *clientFlags) open() (*client.Client, error) {
 	return cl, nil
 }
 
+// hints say what to do where the API refuses something for good.
+var hints = map[job.Code]string{
+	job.CodeJobNotFound:    "`millrace jobs list` shows those that there are",
+	job.CodeBatchNotFound:  "`millrace batch list` shows those that there are",
+	job.CodeWorkerNotFound: "`millrace status` shows those that there are",
+	job.CodeTenantNotFound: "`millrace tenants list` shows those that there are",
+	job.CodeKeyNotFound:    "`millrace keys list` shows those that there are",
+	job.CodePoolNotFound:   "`millrace pools list` shows those that there are",
+	job.CodeTenantExists:   "from a shell by `millrace tenants update`",
+}
+
 // explain adds to a client's error what can be done about it.
 func explain(c *client.Client, err error) error {
 	var refused *client.Error
@@ -34,6 +45,12 @@ func explain(c *client.Client, err error) error {
 		return err
 	case errors.As(err, &refused) && refused.Status == 401:
 		return fmt.Errorf("%w: set MILLRACE_API_KEY to a key of %s", err, c.URL())
+	case errors.As(err, &refused) && refused.Status == 403:
+		return fmt.Errorf("%w: set MILLRACE_API_KEY to a key that may; an operator makes one by `millrace keys create`", err)
+	case errors.As(err, &refused) && hints[refused.Code] != "":
+		return fmt.Errorf("%w: %s", err, hints[refused.Code])
+	case errors.As(err, &refused) && refused.Status == 404 && refused.Code == "":
+		return fmt.Errorf("%w: is %s a Millrace?", err, c.URL())
 	case errors.Is(err, client.ErrUnreachable):
 		return fmt.Errorf("%w: start one with `millrace up`, or name another with --url or MILLRACE_URL", err)
 	default:

@@ -212,7 +212,7 @@ func TestJobsGet(t *testing.T) {
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("the JSON is not the server's: %s", diff)
 	}
-	if r := f.ask(t, "", "jobs", "get", "job_404"); r.code != exitFailed || r.err != "millrace: There is no such job. (404 job_not_found)\n" {
+	if r := f.ask(t, "", "jobs", "get", "job_404"); r.code != exitFailed || r.err != "millrace: There is no such job. (404 job_not_found): `millrace jobs list` shows those that there are\n" {
 		t.Errorf("got %+v", r)
 	}
 }

@@ -12,7 +12,7 @@ import (
 
 func newDrain(p *program) *cobra.Command {
 	var (
-		conn clientFlags
+		conn operatorFlags
 		out  output
 	)
 	cmd := &cobra.Command{
@@ -23,15 +23,10 @@ to stop. ` + "`millrace status`" + ` shows how much still runs. A drain cannot b
 start the worker again.`,
 		Example: "  millrace drain gpu-box-1\n  millrace drain gpu-box-1-x7k2m9qa -o json", Args: args(1, 1, "the worker"),
 		RunE: func(cmd *cobra.Command, given []string) error {
-			c, err := conn.open()
-			if err != nil {
-				return err
-			}
-			return explain(c, drain(cmd.Context(), p.out, c, given[0], out))
+			return conn.do(cmd, func(ctx context.Context, c *client.Client) error { return drain(ctx, p.out, c, given[0], out) })
 		},
 	}
 	conn.add(cmd.Flags())
-	variables(cmd.Flags(), "api-key", "MILLRACE_ADMIN_KEY", "MILLRACE_API_KEY", "OPENAI_API_KEY")
 	out.add(cmd.Flags())
 	return cmd
 }

@@ -245,7 +245,10 @@ func (c *counter) Write(b []byte) (int, error) {
 }
 
 func newJobsCancel(p *program) *cobra.Command {
-	var conn clientFlags
+	var (
+		conn clientFlags
+		out  output
+	)
 	cmd := &cobra.Command{
 		Use: "cancel ID…", Short: "End jobs without an answer", Long: "Cancel jobs. One that runs is stopped in its engine.",
 		Example: "  millrace jobs cancel job_06f2…", Args: args(1, 1000, "ID"),
@@ -254,24 +257,25 @@ func newJobsCancel(p *program) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			for _, id := range given {
+			return explain(c, each(p.out, out, given, func(id string) (*client.Job, string, error) {
 				j, err := c.Cancel(cmd.Context(), job.ID(id))
 				if err != nil {
-					return explain(c, err)
+					return nil, "", err
 				}
-				if _, err := fmt.Fprintln(p.out, j.ID, j.Status); err != nil {
-					return err
-				}
-			}
-			return nil
+				return j, string(j.ID) + " " + string(j.Status), nil
+			}))
 		},
 	}
 	conn.add(cmd.Flags())
+	out.add(cmd.Flags())
 	return cmd
 }
 
 func newJobsDelete(p *program) *cobra.Command {
-	var conn clientFlags
+	var (
+		conn clientFlags
+		out  output
+	)
 	cmd := &cobra.Command{
 		Use: "delete ID…", Short: "Erase jobs and their answers",
 		Long:    "Erase jobs, their answers and their records. One that has not ended is cancelled first.",
@@ -281,17 +285,12 @@ func newJobsDelete(p *program) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			for _, id := range given {
-				if err := c.Delete(cmd.Context(), job.ID(id)); err != nil {
-					return explain(c, err)
-				}
-				if _, err := fmt.Fprintln(p.out, id, "deleted"); err != nil {
-					return err
-				}
-			}
-			return nil
+			return explain(c, each(p.out, out, given, func(id string) (deleted, string, error) {
+				return deleted{id, "job", true}, id + " deleted", c.Delete(cmd.Context(), job.ID(id))
+			}))
 		},
 	}
 	conn.add(cmd.Flags())
+	out.add(cmd.Flags())
 	return cmd
 }

@@ -192,7 +192,10 @@ alone is printed on the standard output, and can be read nowhere else and never 
 }
 
 func newKeysRevoke(p *program) *cobra.Command {
-	var conn adminFlags
+	var (
+		conn adminFlags
+		out  output
+	)
 	cmd := &cobra.Command{
 		Use: "revoke ID…", Short: "Close keys for ever",
 		Long: `Close keys for ever, within five seconds and in all processes. What was accepted with
@@ -201,19 +204,17 @@ them goes on.` + adminLong,
 		Args:    args(1, 1000, "a key's id"),
 		RunE: func(cmd *cobra.Command, given []string) error {
 			return conn.do(cmd, func(ctx context.Context, a administration) error {
-				for _, id := range given {
+				return each(p.out, out, given, func(id string) (*client.Key, string, error) {
 					k, err := a.RevokeKey(ctx, id)
 					if err != nil {
-						return err
+						return nil, "", err
 					}
-					if _, err := fmt.Fprintln(p.out, k.ID, "revoked"); err != nil {
-						return err
-					}
-				}
-				return nil
+					return k, k.ID + " revoked", nil
+				})
 			})
 		},
 	}
 	conn.add(cmd.Flags())
+	out.add(cmd.Flags())
 	return cmd
 }

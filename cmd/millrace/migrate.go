@@ -14,7 +14,10 @@ import (
 )
 
 func newMigrate(p *program) *cobra.Command {
-	var db databaseFlags
+	var (
+		db  databaseFlags
+		out output
+	)
 	// A database that has just been started is waited for.
 	var wait time.Duration
 	do := func(f func(context.Context, ledger.Config) error) func(*cobra.Command, []string) error {
@@ -25,20 +28,20 @@ func newMigrate(p *program) *cobra.Command {
 			return untilDatabase(cmd.Context(), wait, func() error { return f(cmd.Context(), ledger.Config{URL: db.url}) })
 		}
 	}
-	say := func(format string, v ...any) error {
-		_, err := fmt.Fprintf(p.out, format+"\n", v...)
+	say := func(m migration) error {
+		if out.json() {
+			return printJSON(p.out, m)
+		}
+		_, err := fmt.Fprintln(p.out, m)
 		return err
 	}
 	log := slog.New(slog.DiscardHandler) // what was done is said here
 	up := do(func(ctx context.Context, cfg ledger.Config) error {
 		from, at, err := ledger.Migrate(ctx, cfg, log)
-		switch {
-		case err != nil:
+		if err != nil {
 			return err
-		case from == at:
-			return say("the schema is at version %d already", at)
 		}
-		return say("the schema was brought from version %d to %d", from, at)
+		return say(migration{from, at})
 	})
 	cmd := &cobra.Command{
 		Use: "migrate", Short: "The database's schema: bring it up to date, show it, take it back",
@@ -71,19 +74,24 @@ It changes nothing.`,
 				if err != nil {
 					return err
 				}
-				return say("%s", schemaTable(have, steps))
+				if out.json() {
+					return printJSON(p.out, schemaOf(have, steps))
+				}
+				_, err = fmt.Fprintln(p.out, schemaTable(have, steps))
+				return err
 			}),
 		},
 		newMigrateDown(do, say, log),
 	)
 	for _, c := range descendants(cmd) {
 		db.add(c.Flags(), "required")
+		out.add(c.Flags())
 		c.Flags().DurationVar(&wait, "wait", 30*time.Second, "how long to wait for a database that does not answer")
 	}
 	return cmd
 }
 
-func newMigrateDown(do func(func(context.Context, ledger.Config) error) func(*cobra.Command, []string) error, say func(string, ...any) error, log *slog.Logger) *cobra.Command {
+func newMigrateDown(do func(func(context.Context, ledger.Config) error) func(*cobra.Command, []string) error, say func(migration) error, log *slog.Logger) *cobra.Command {
 	var to int64
 	cmd := &cobra.Command{
 		Use: "down --to VERSION", Short: "Take the schema back to an older version; what only the newer one holds is lost",
@@ -100,16 +108,55 @@ that is every tenant, key, file, batch and the usage. Make a copy of the databas
 		}
 		return do(func(ctx context.Context, cfg ledger.Config) error {
 			from, at, err := ledger.MigrateDown(ctx, cfg, to, log)
-			switch {
-			case err != nil:
+			if err != nil {
 				return err
-			case from == at:
-				return say("the schema is at version %d already", at)
 			}
-			return say("the schema was taken back from version %d to %d: what only the newer one held is gone", from, at)
+			return say(migration{from, at})
 		})(cmd, given)
 	}
 	return cmd
+}
+
+// migration is from which version of the schema to which.
+type migration struct {
+	From int64 `json:"from"`
+	To   int64 `json:"to"`
+}
+
+func (m migration) String() string {
+	switch {
+	case m.From == m.To:
+		return fmt.Sprintf("the schema is at version %d already", m.To)
+	case m.From < m.To:
+		return fmt.Sprintf("the schema was brought from version %d to %d", m.From, m.To)
+	}
+	return fmt.Sprintf("the schema was taken back from version %d to %d: what only the newer one held is gone", m.From, m.To)
+}
+
+// schema is the version that a database has, and the steps that this build knows.
+type schema struct {
+	Version int64        `json:"version"`
+	Steps   []schemaStep `json:"steps"`
+}
+
+type schemaStep struct {
+	Version int64  `json:"version"`
+	Name    string `json:"name"`
+	Applied bool   `json:"applied"`
+	// AppliedAt is in unix seconds, nil if that was not written down.
+	AppliedAt *float64 `json:"applied_at"`
+}
+
+func schemaOf(have int64, steps []ledger.Step) schema {
+	s := schema{have, make([]schemaStep, len(steps))}
+	for i, step := range steps {
+		s.Steps[i] = schemaStep{Version: step.Version, Name: step.Name, Applied: step.Version <= have}
+		if !step.Applied.IsZero() {
+			at := float64(step.Applied.UnixMilli()) / 1000
+			s.Steps[i].AppliedAt = &at
+		}
+	}
+	return s
 }
 
 // schemaTable shows the steps, one to a line.

@@ -18,11 +18,11 @@ func TestMigrate(t *testing.T) {
 			want []string
 		}{
 			{"migrate down", exitUsage, []string{"--to"}},
-			{"migrate", 0, []string{"from version 0 to 2"}},
-			{"migrate up", 0, []string{"at version 2 already"}},
-			{"migrate status", 0, []string{"00001_ledger.sql", "00002_scaling.sql", "applied 20"}},
-			{"migrate down --to 3", exitFailed, []string{"0..2, not to 3"}},
-			{"migrate down --to 0", 0, []string{"from version 2 to 0", "is gone"}},
+			{"migrate", 0, []string{"from version 0 to 3"}},
+			{"migrate up", 0, []string{"at version 3 already"}},
+			{"migrate status", 0, []string{"00001_ledger.sql", "00002_scaling.sql", "00003_deleted.sql", "applied 20"}},
+			{"migrate down --to 4", exitFailed, []string{"0..3, not to 4"}},
+			{"migrate down --to 0", 0, []string{"from version 3 to 0", "is gone"}},
 			{"migrate status", 0, []string{"00001_ledger.sql", "missing: run `millrace migrate`"}},
 			{"migrate down --to 0", 0, []string{"at version 0 already"}},
 			{"migrate up now", exitUsage, []string{"now"}},

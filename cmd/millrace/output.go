@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math"
@@ -41,6 +42,38 @@ func printJSON(w io.Writer, v any) error {
 	enc.SetEscapeHTML(false)
 	enc.SetIndent("", "  ")
 	return enc.Encode(v)
+}
+
+// deleted is what the API answers where something is removed.
+type deleted struct {
+	ID      string `json:"id"`
+	Object  string `json:"object"`
+	Deleted bool   `json:"deleted"`
+}
+
+// each does something to each of the names, and prints what came of it: a line for each, or one list as JSON, which also holds what was done before one that failed.
+func each[T any](w io.Writer, out output, names []string, do func(name string) (one T, text string, err error)) error {
+	done := make([]T, 0, len(names))
+	var failed error
+	for _, name := range names {
+		one, text, err := do(name)
+		if err != nil {
+			failed = err
+			break
+		}
+		done = append(done, one)
+		if !out.json() {
+			if _, err := fmt.Fprintln(w, text); err != nil {
+				return err
+			}
+		}
+	}
+	if out.json() && (len(done) > 0 || failed == nil) {
+		if err := printJSON(w, done); err != nil {
+			return errors.Join(failed, err)
+		}
+	}
+	return failed
 }
 
 // table prints rows in columns; the first row is the heads.

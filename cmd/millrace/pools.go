@@ -26,7 +26,7 @@ func (c *operatorFlags) add(fs *pflag.FlagSet) {
 	fs.StringVar(&c.url, "url", client.DefaultURL, "the API's `URL`")
 	fs.StringVar(&c.key, "admin-key", "", "`key` that opens /admin; better set in MILLRACE_ADMIN_KEY, or else MILLRACE_API_KEY, where ps does not show it")
 	variables(fs, "url", "MILLRACE_URL", "OPENAI_BASE_URL")
-	variables(fs, "admin-key", "MILLRACE_ADMIN_KEY", "MILLRACE_API_KEY")
+	variables(fs, "admin-key", "MILLRACE_ADMIN_KEY", "MILLRACE_API_KEY", "OPENAI_API_KEY")
 }
 
 // do calls f with the API, and adds to its error what can be done about it.
@@ -35,12 +35,7 @@ func (c *operatorFlags) do(cmd *cobra.Command, f func(context.Context, *client.C
 	if err != nil {
 		return err
 	}
-	err = f(cmd.Context(), cl)
-	var refused *client.Error
-	if errors.As(err, &refused) && (refused.Status == 401 || refused.Status == 403) {
-		return fmt.Errorf("%w: set MILLRACE_ADMIN_KEY to the admin key of %s, or to a key of scope admin", err, cl.URL())
-	}
-	return explain(cl, err)
+	return explainAdmin(cl, f(cmd.Context(), cl), "")
 }
 
 const poolsLong = `A pool is a set of workers that are alike: which models they serve, how one of them is
@@ -131,8 +126,9 @@ func newPoolsGet(p *program) *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "get NAME…", Short: "Print pools as YAML",
-		Long: `Print pools as YAML, in the form that apply takes. The values of an engine's environment
-are not shown to anybody: they stand as ***, and stay as they are when that is applied.`,
+		Long: `Print pools as YAML, in the form that apply takes. The values of an engine's environment,
+and of arguments named as secrets are, are not shown to anybody: they stand as ***, and
+stay as they are when that is applied.`,
 		Example: "  millrace pools get chat > chat.yaml\n  millrace pools get chat -o json",
 		Args:    args(1, 1000, "a pool's name"),
 		RunE: func(cmd *cobra.Command, given []string) error {
@@ -184,6 +180,7 @@ func printSpecs(w io.Writer, all []client.Pool, out output) error {
 func newPoolsApply(p *program) *cobra.Command {
 	var (
 		conn operatorFlags
+		out  output
 		file string
 	)
 	cmd := &cobra.Command{
@@ -209,11 +206,12 @@ checked before anything is changed. It has the form of the autoscaler's own file
 			if err != nil {
 				return err
 			}
-			return conn.do(cmd, func(ctx context.Context, c *client.Client) error { return applyPools(ctx, p.out, c, pools) })
+			return conn.do(cmd, func(ctx context.Context, c *client.Client) error { return applyPools(ctx, p.out, c, pools, out) })
 		},
 	}
 	cmd.Flags().StringVarP(&file, "file", "f", "", "YAML `file` with pools; - is the standard input")
 	conn.add(cmd.Flags())
+	out.add(cmd.Flags())
 	return cmd
 }
 
@@ -243,50 +241,62 @@ func readPools(in io.Reader, file string) ([]scale.Pool, error) {
 	return pools, nil
 }
 
-func applyPools(ctx context.Context, w io.Writer, c *client.Client, pools []scale.Pool) error {
+// appliedPool is a pool as it is now, and whether it was made or changed.
+type appliedPool struct {
+	*client.Pool
+	Result string `json:"result"`
+}
+
+func applyPools(ctx context.Context, w io.Writer, c *client.Client, pools []scale.Pool, out output) error {
+	specs, names := make(map[string]*scale.Pool, len(pools)), make([]string, len(pools))
 	for i := range pools {
-		name := pools[i].Name
-		raw, err := json.Marshal(&pools[i])
+		names[i] = pools[i].Name
+		specs[names[i]] = &pools[i]
+	}
+	return each(w, out, names, func(name string) (appliedPool, string, error) {
+		raw, err := json.Marshal(specs[name])
 		if err != nil {
-			return fmt.Errorf("writing the pool %s as JSON: %w", name, err)
+			return appliedPool{}, "", fmt.Errorf("writing the pool %s as JSON: %w", name, err)
 		}
 		what := "changed"
-		_, err = c.ReplacePool(ctx, name, raw)
+		now, err := c.ReplacePool(ctx, name, raw)
 		var refused *client.Error
 		if errors.As(err, &refused) && refused.Status == 404 {
 			what = "made"
-			_, err = c.CreatePool(ctx, raw)
+			now, err = c.CreatePool(ctx, raw)
 		}
 		if err != nil {
-			return fmt.Errorf("pool %s: %w", name, err)
+			return appliedPool{}, "", fmt.Errorf("pool %s: %w", name, err)
 		}
-		if _, err := fmt.Fprintln(w, name, what); err != nil {
-			return err
-		}
-	}
-	return nil
+		return appliedPool{now, what}, name + " " + what, nil
+	})
+}
+
+// deletedPool is a deleted that has a name for an id.
+type deletedPool struct {
+	Name    string `json:"name"`
+	Object  string `json:"object"`
+	Deleted bool   `json:"deleted"`
 }
 
 func newPoolsDelete(p *program) *cobra.Command {
-	var conn operatorFlags
+	var (
+		conn operatorFlags
+		out  output
+	)
 	cmd := &cobra.Command{
 		Use: "delete NAME…", Short: "Delete pools", Long: "Delete pools. The autoscaler drains their workers, and stops them.",
 		Example: "  millrace pools delete chat",
 		Args:    args(1, 1000, "a pool's name"),
 		RunE: func(cmd *cobra.Command, given []string) error {
 			return conn.do(cmd, func(ctx context.Context, c *client.Client) error {
-				for _, name := range given {
-					if err := c.DeletePool(ctx, name); err != nil {
-						return err
-					}
-					if _, err := fmt.Fprintln(p.out, name, "deleted"); err != nil {
-						return err
-					}
-				}
-				return nil
+				return each(p.out, out, given, func(name string) (deletedPool, string, error) {
+					return deletedPool{name, "pool", true}, name + " deleted", c.DeletePool(ctx, name)
+				})
 			})
 		},
 	}
 	conn.add(cmd.Flags())
+	out.add(cmd.Flags())
 	return cmd
 }

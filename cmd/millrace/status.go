@@ -18,7 +18,7 @@ import (
 
 func newStatus(p *program) *cobra.Command {
 	var (
-		conn clientFlags
+		conn operatorFlags
 		out  output
 	)
 	cmd := &cobra.Command{
@@ -29,15 +29,10 @@ worker with how full its engine's KV cache is, how soon it would begin a job (an
 level at which it pulls: the lowest gets work first), and its GPUs.`,
 		Example: "  millrace status\n  millrace status -o json\n  watch millrace status", Args: args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			c, err := conn.open()
-			if err != nil {
-				return err
-			}
-			return explain(c, status(cmd.Context(), p.out, c, out))
+			return conn.do(cmd, func(ctx context.Context, c *client.Client) error { return status(ctx, p.out, c, out) })
 		},
 	}
 	conn.add(cmd.Flags())
-	variables(cmd.Flags(), "api-key", "MILLRACE_ADMIN_KEY", "MILLRACE_API_KEY", "OPENAI_API_KEY")
 	out.add(cmd.Flags())
 	return cmd
 }
@@ -137,6 +132,9 @@ func does(now time.Time, p client.PoolState) string {
 		}
 		return "first ready " + about(ahead)
 	case p.Starting > 0:
+		if p.Reason != "" {
+			return "first ready: not known yet: " + oneLine(p.Reason)
+		}
 		return "first ready: not known yet"
 	}
 	return oneLine(p.Reason)
@@ -162,7 +160,7 @@ func printWorkers(w io.Writer, now time.Time, workers []client.Worker) error {
 	for _, wk := range workers {
 		share := 0.0
 		if wk.Capacity > 0 {
-			share = 1 - float64(wk.Free)/float64(wk.Capacity)
+			share = float64(wk.Used) / float64(wk.Capacity)
 		}
 		row := []string{
 			wk.Name, wk.State, since(now, wk.StateSince), bar(share, 8), fmt.Sprintf("%.0f%% of %s", 100*share, rough(wk.Capacity)), fmt.Sprintf("%.0f%%", 100*wk.Load),

@@ -22,7 +22,7 @@ func TestStatusOfWorkers(t *testing.T) {
 		{
 			Name: "gpu-box-1", State: "ready", StateSince: began(3*time.Hour + 2*time.Minute), Models: []job.Model{"llama-70b"}, Engine: "vllm", Source: "engine",
 			Shape:    client.Shape{TensorParallel: 2, PipelineParallel: 1, DataParallel: 4},
-			Capacity: 1_200_000, Free: 400_000, Load: 0.667, Level: 2, TTFT: 0.083, Running: 61, Limit: 256, InHand: 2, TokensPerSecond: 2431.4, Completed: 123_456, Failed: 12,
+			Capacity: 1_200_000, Used: 800_000, Free: 364_000, Load: 0.667, Level: 2, TTFT: 0.083, Running: 61, Limit: 256, InHand: 2, TokensPerSecond: 2431.4, Completed: 123_456, Failed: 12,
 			GPUs: []client.GPU{
 				{Index: 0, Model: "NVIDIA H100 80GB HBM3", MemoryTotal: 80 * gib, MemoryUsed: 71.5 * gib, Utilization: 0.97, Temperature: 64},
 				{Index: 1, Model: "NVIDIA H100 80GB HBM3", MemoryTotal: 80 * gib, MemoryUsed: 70 * gib, Stale: true},
@@ -34,7 +34,7 @@ func TestStatusOfWorkers(t *testing.T) {
 			GPUs: []client.GPU{{Index: 0, Model: "NVIDIA H100 80GB HBM3", Fault: "Xid 79: it has fallen off the bus"}},
 		},
 		{
-			Name: "laptop", State: "ready", StateSince: began(90 * time.Second), Models: []job.Model{"llama3.2:1b"}, Engine: "ollama", Source: "estimated", Capacity: 32_768, Free: 8_192,
+			Name: "laptop", State: "ready", StateSince: began(90 * time.Second), Models: []job.Model{"llama3.2:1b"}, Engine: "ollama", Source: "estimated", Capacity: 32_768, Used: 24_576, Free: 7_209,
 			Load: 1.25, Level: 7, TTFT: 3.2, Running: 4, Limit: 4, Brake: "requests wait inside the engine", EngineWaiting: 1, TokensPerSecond: 38, Completed: 2,
 		},
 	}
@@ -97,6 +97,7 @@ func TestStatusOfPools(t *testing.T) {
 			{Name: "foreign", Max: 2, Unavailable: "there is no provider x"},
 			{Name: "late", Wanted: 1, Starting: 1, Draining: 3, Max: 2, ReadyAt: at(-4 * time.Second)},
 			{Name: "fresh", Wanted: 1, Starting: 1, Max: 2},
+			{Name: "waits", Wanted: 1, Starting: 1, Max: 2, Reason: "1 worker needed; w-1 waits: pulling the image x"},
 		}},
 		{Model: "d"},
 	}
@@ -114,6 +115,7 @@ due         0       0      0         0         2      no worker can be started: 
 foreign     0       0      0         0         2      no worker can be started: there is no provider x
 late        1       0      1         3         2      first ready late: it was expected 4.0s ago
 fresh       1       0      1         0         2      first ready: not known yet
+waits       1       0      1         0         2      first ready: not known yet: 1 worker needed; w-1 waits: pulling the image x
 `
 	if diff := cmp.Diff(want, out.String()); diff != "" {
 		t.Error(diff)

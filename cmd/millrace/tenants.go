@@ -178,7 +178,10 @@ effect within five seconds.` + adminLong,
 }
 
 func newTenantsDelete(p *program) *cobra.Command {
-	var conn adminFlags
+	var (
+		conn adminFlags
+		out  output
+	)
 	cmd := &cobra.Command{
 		Use: "delete ID…", Short: "Delete tenants that have nothing left",
 		Long: `Delete tenants that have no keys but revoked ones, no files and no live batches. Their
@@ -187,18 +190,13 @@ usage stays.` + adminLong,
 		Args:    args(1, 1000, "a tenant's id"),
 		RunE: func(cmd *cobra.Command, given []string) error {
 			return conn.do(cmd, func(ctx context.Context, a administration) error {
-				for _, id := range given {
-					if err := a.DeleteTenant(ctx, job.Tenant(id)); err != nil {
-						return err
-					}
-					if _, err := fmt.Fprintln(p.out, id, "deleted"); err != nil {
-						return err
-					}
-				}
-				return nil
+				return each(p.out, out, given, func(id string) (deleted, string, error) {
+					return deleted{id, "tenant", true}, id + " deleted", a.DeleteTenant(ctx, job.Tenant(id))
+				})
 			})
 		},
 	}
 	conn.add(cmd.Flags())
+	out.add(cmd.Flags())
 	return cmd
 }

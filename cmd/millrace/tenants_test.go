@@ -3,6 +3,7 @@ package main
 import (
 	"encoding/json"
 	"net"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -117,7 +118,36 @@ func TestAdministrationThroughTheAPI(t *testing.T) {
 	if r := millrace(t, env, "", "keys", "list"); !strings.Contains(r.err, "401") || !strings.Contains(r.err, "MILLRACE_ADMIN_KEY") {
 		t.Errorf("%+v", r)
 	}
+	settings := filepath.Join(t.TempDir(), "millrace.yaml")
+	if err := os.WriteFile(settings, []byte("admin-key: "+admin+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, cmd := range [][]string{{"status"}, {"drain", "nobody"}, {"pools", "list"}, {"tenants", "list"}} {
+		if r := millrace(t, env, "", cmd...); r.code != exitFailed || !strings.Contains(r.err, "401") || !strings.Contains(r.err, "set MILLRACE_ADMIN_KEY") {
+			t.Errorf("%v without a key: %+v", cmd, r)
+		}
+		wrong := map[string]string{"MILLRACE_URL": url, "MILLRACE_ADMIN_KEY": "wrong", "MILLRACE_API_KEY": admin}
+		if r := millrace(t, wrong, "", cmd...); r.code != exitFailed || !strings.Contains(r.err, "set MILLRACE_ADMIN_KEY") {
+			t.Errorf("%v with the wrong one of two keys: %+v", cmd, r)
+		}
+		for _, flags := range [][]string{{"--admin-key", admin}, {"--config", settings}} {
+			if r := millrace(t, env, "", append(cmd, flags...)...); strings.Contains(r.err, "401") || (r.code == 0) != (cmd[0] != "drain") {
+				t.Errorf("%v with %s: %+v", cmd, flags[0], r)
+			}
+		}
+	}
 	env["MILLRACE_ADMIN_KEY"] = admin
+	for _, tt := range []struct{ args, want string }{
+		{"drain nobody", "`millrace status`"},
+		{"tenants update nope --weight 5", "`millrace tenants list`"},
+		{"tenants create acme", "`millrace tenants update`"},
+		{"keys revoke key_nope", "`millrace keys list`"},
+		{"pools get nope", "`millrace pools list`"},
+	} {
+		if r := millrace(t, env, "", strings.Fields(tt.args)...); r.code != exitFailed || !strings.Contains(r.err, tt.want) || strings.Count(r.err, "\n") != 1 {
+			t.Errorf("%s: %+v", tt.args, r)
+		}
+	}
 	r = millrace(t, env, "", "keys", "create", "--tenant", "acme", "--requests-per-minute", "7")
 	if r.code != 0 {
 		t.Fatalf("%+v", r)
@@ -143,6 +173,15 @@ func TestAdministrationThroughTheAPI(t *testing.T) {
 		}
 	}
 	delete(env, "MILLRACE_ADMIN_KEY") // a tenant's own
+	if r := millrace(t, env, "", "status"); r.code != exitFailed || !strings.Contains(r.err, "403") || !strings.Contains(r.err, "set MILLRACE_ADMIN_KEY") {
+		t.Errorf("%+v", r)
+	}
+	if r := millrace(t, env, "", "batch", "get", "batch_nope"); !strings.Contains(r.err, "`millrace batch list`") {
+		t.Errorf("%+v", r)
+	}
+	if r := millrace(t, env, "", "jobs", "get", "job_nope"); !strings.Contains(r.err, "`millrace jobs list`") {
+		t.Errorf("%+v", r)
+	}
 	if r := millrace(t, env, "", "usage"); r.code != 0 {
 		t.Errorf("%+v", r)
 	}

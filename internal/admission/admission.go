@@ -82,7 +82,7 @@ func Decide(r Request, v View) Decision {
 	}
 	if r.Live {
 		if v.Unavailable != "" {
-			return unavailable(r.Model, v)
+			return Unavailable(r.Model, v)
 		}
 		if d, ok := overload(r.Model, v.Pressure, v.MaxWait); ok {
 			return d
@@ -113,8 +113,8 @@ func tooLong(r Request, largest job.Tokens) (Decision, bool) {
 		"The prompt has at least %d tokens, and the largest worker of %q holds %d: shorten it.", least, r.Model, largest))}, true
 }
 
-// unavailable refuses a call that no worker would answer for as long as none can be started.
-func unavailable(m job.Model, v View) Decision {
+// Unavailable refuses a call that no worker would answer for as long as none can be started, as v tells.
+func Unavailable(m job.Model, v View) Decision {
 	next := "It is tried again"
 	if v.NextTry > 0 {
 		next = fmt.Sprintf("The next try is in about %.0f s", math.Ceil(v.NextTry.Seconds()))

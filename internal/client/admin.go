@@ -24,6 +24,7 @@ type Worker struct {
 	Shape        Shape       `json:"shape"`
 	GPUs         []GPU       `json:"gpus,omitempty"`
 	Capacity     job.Tokens  `json:"kv_capacity"`
+	Used         job.Tokens  `json:"kv_used"`
 	Free         job.Tokens  `json:"kv_free"`
 	// FreeRank is the largest free room in one data-parallel rank, Largest the longest request that fits.
 	FreeRank job.Tokens `json:"kv_free_rank"`

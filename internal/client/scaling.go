@@ -16,7 +16,7 @@ type Pool struct {
 	Source    string  `json:"source"`
 	CreatedAt float64 `json:"created_at"`
 	UpdatedAt float64 `json:"updated_at"`
-	// Spec describes it, with the values of its engine's environment hidden.
+	// Spec describes it, with its secrets hidden.
 	Spec json.RawMessage `json:"spec"`
 	// State is what the leading autoscaler does about it, nil while none leads or has decided.
 	State *PoolState `json:"state"`

@@ -306,7 +306,7 @@ func TestKnownModelsOutliveARestart(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	want := []cluster.KnownModel{{Model: "m", Largest: 999, Seen: seen, Engine: "vllm"}, {Model: "org/Model 7B:latest", Largest: 1000, Seen: seen, Engine: "vllm"}}
+	want := []cluster.KnownModel{{Model: "m", Largest: 999, Seen: seen, First: seen, Engine: "vllm"}, {Model: "org/Model 7B:latest", Largest: 1000, Seen: seen, First: seen, Engine: "vllm"}}
 	same := func(c *cluster.Cluster) func() bool { return func() bool { return cmp.Equal(want, c.Known()) } }
 	eventually(t, "another process knows them", same(b))
 
@@ -323,7 +323,7 @@ func TestKnownModelsOutliveARestart(t *testing.T) {
 	if err := c.Remember(t.Context(), cluster.KnownModel{Model: "new", Largest: 5, Seen: seen}); err != nil {
 		t.Fatal(err)
 	}
-	want = append(want[:1:1], cluster.KnownModel{Model: "new", Largest: 5, Seen: seen}, want[1])
+	want = append(want[:1:1], cluster.KnownModel{Model: "new", Largest: 5, Seen: seen, First: seen}, want[1])
 	eventually(t, "who watched before the restart sees what is new", same(b))
 
 	// What live workers serve is known too.

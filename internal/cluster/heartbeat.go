@@ -89,13 +89,16 @@ type PoolInfo struct {
 
 // WorkerInfo is the worker's part of a heartbeat.
 type WorkerInfo struct {
-	Name     string      `json:"name"`
-	State    WorkerState `json:"state"`
-	Reason   string      `json:"reason,omitempty"`
+	Name   string      `json:"name"`
+	State  WorkerState `json:"state"`
+	Reason string      `json:"reason,omitempty"`
+	// Models that it serves; while it starts those that it is sure to, none if it does not know yet.
 	Models   []job.Model `json:"models"`
 	Engine   string      `json:"engine"` // kind
 	Capacity job.Tokens  `json:"kv_capacity"`
-	Free     job.Tokens  `json:"kv_free"`
+	Used     job.Tokens  `json:"kv_used"`
+	// Free is what may still be granted: less than what is not used, by a reserve.
+	Free job.Tokens `json:"kv_free"`
 	// Source of Capacity: "engine" or "estimated".
 	Source string `json:"capacity_source"`
 	// Largest is the longest request in tokens that fits: the smaller of the context length and one rank's capacity.

@@ -17,6 +17,8 @@ import (
 const (
 	// rememberFor is how long a model is known after it was last served.
 	rememberFor = 24 * time.Hour
+	// learnsWithin is after how long a worker that starts, and still does not know its models, is not waited for any more: no engine takes so long to load.
+	learnsWithin = time.Hour
 	// rereadEvery is how often the bucket is read anew while it is followed: that drops what it forgot, and bounds how long a follower is blind that lost the bucket unnoticed.
 	rereadEvery = time.Minute
 )
@@ -27,7 +29,9 @@ type KnownModel struct {
 	// Largest is the longest request in tokens that fits its largest worker; 0 is unknown, and keeps what is remembered.
 	Largest job.Tokens `json:"largest"`
 	// Seen is when a worker last said that it serves it, or a pool that it would, unix ms.
-	Seen   int64  `json:"seen"`
+	Seen int64 `json:"seen"`
+	// First is since when it is known without a break: the start of the first worker, or when a pool first named it, unix ms. In Remember 0 is Seen.
+	First  int64  `json:"first,omitempty"`
 	Engine string `json:"engine,omitempty"`
 }
 
@@ -46,6 +50,10 @@ func (e modelEntry) merge(m KnownModel) modelEntry {
 		merged.Largest, merged.LargestSeen = e.Largest, e.LargestSeen
 	}
 	merged.Seen = max(e.Seen, m.Seen)
+	merged.First = cmp.Or(m.First, m.Seen)
+	if before := cmp.Or(e.First, e.Seen); before > 0 {
+		merged.First = min(before, merged.First)
+	}
 	return merged
 }
 
@@ -91,7 +99,8 @@ func (c *Cluster) remember(ctx context.Context, m KnownModel) error {
 		// What cannot be read is not worth keeping.
 		_ = json.Unmarshal(entry.Value(), &old)
 	}
-	data, failed := json.Marshal(old.merge(m))
+	merged := old.merge(m)
+	data, failed := json.Marshal(merged)
 	if failed != nil {
 		return failed
 	}
@@ -100,7 +109,15 @@ func (c *Cluster) remember(ctx context.Context, m KnownModel) error {
 	} else {
 		_, err = kv.Update(ctx, key, data, entry.Revision())
 	}
-	return err
+	if err != nil {
+		return err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.models != nil { // known here from now on, and elsewhere once the entry is heard of
+		c.models[m.Model] = merged.KnownModel
+	}
+	return nil
 }
 
 // Known lists what is remembered and what live workers serve, Largest the largest of both, by name. The KV bucket is watched, so this does no I/O.
@@ -121,9 +138,9 @@ func (c *Cluster) Known() []KnownModel {
 		// By the wall clock, as Seen is.
 		seen := now.Add(-now.Sub(member.Heard)).UnixMilli()
 		for _, name := range member.Worker.Models {
-			m := known[name]
+			m, begun := known[name], cmp.Or(member.Started, seen)
 			known[name] = KnownModel{
-				Model: name, Largest: max(m.Largest, member.Worker.Largest), Seen: max(m.Seen, seen), Engine: cmp.Or(member.Worker.Engine, m.Engine),
+				Model: name, Largest: max(m.Largest, member.Worker.Largest), Seen: max(m.Seen, seen), First: min(cmp.Or(m.First, begun), begun), Engine: cmp.Or(member.Worker.Engine, m.Engine),
 			}
 		}
 	}
@@ -133,6 +150,16 @@ func (c *Cluster) Known() []KnownModel {
 	}
 	slices.SortFunc(list, func(a, b KnownModel) int { return cmp.Compare(a.Model, b.Model) })
 	return list
+}
+
+// Learning tells whether a live worker starts that does not know yet which models it will serve: one that nobody knows may come to be known.
+func (c *Cluster) Learning() bool {
+	for _, m := range c.Workers("") {
+		if w := m.Worker; w.State == Starting && len(w.Models) == 0 && time.Since(time.UnixMilli(int64(w.StateSince*1000))) < learnsWithin {
+			return true
+		}
+	}
+	return false
 }
 
 // followModels keeps c.models as the bucket has it, until ctx ends. It closes first once it was read for the first time.
@@ -215,6 +242,7 @@ func (c *Cluster) followOnce(ctx context.Context, read func()) error {
 func apply(models map[job.Model]KnownModel, entry jetstream.KeyValueEntry) {
 	var e modelEntry
 	if entry.Operation() == jetstream.KeyValuePut && json.Unmarshal(entry.Value(), &e) == nil {
+		e.First = cmp.Or(e.First, e.Seen)
 		models[e.Model] = e.KnownModel
 	}
 }

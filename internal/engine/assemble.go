@@ -311,7 +311,7 @@ func (a *Assembler) Text() []string {
 	return texts
 }
 
-// Partial is the text so far, if the answer so far is nothing but one choice's text: no tool call, no reasoning, no log probabilities. Finished tells whether that choice has ended.
+// Partial is the text so far, if the answer so far is nothing but one choice's text: no tool call, no reasoning, no log probabilities. Finished(1) tells whether that choice has ended.
 func (a *Assembler) Partial() (text string, ok bool) {
 	for _, c := range a.choices {
 		if c.index != 0 {
@@ -342,14 +342,14 @@ func (a *Assembler) Partial() (text string, ok bool) {
 	return text, true
 }
 
-// Finished tells whether all choices so far have told why they ended.
-func (a *Assembler) Finished() bool {
+// Finished tells whether there are n choices, and all so far have told why they ended.
+func (a *Assembler) Finished(n int) bool {
 	for _, c := range a.choices {
-		if reason := c.get("finish_reason"); reason == nil || reason.kind != nodeString {
+		if reason := c.get("finish_reason"); reason == nil || reason.kind != nodeString || len(reason.text) == 0 {
 			return false
 		}
 	}
-	return len(a.choices) > 0
+	return len(a.choices) >= n
 }
 
 // UsageOf reads the usage of a whole answer, nil if it has none.

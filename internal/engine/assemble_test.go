@@ -188,6 +188,7 @@ func TestPartialIsTextAndNothingElse(t *testing.T) {
 		"a role":         {job.ChatCompletions, []string{head}, "", true, false},
 		"text":           {job.ChatCompletions, []string{head, `{"choices":[{"delta":{"content":"a\"","tool_calls":[],"reasoning":null,"refusal":""},"finish_reason":null,"token_ids":null}]}`, `{"choices":[{"delta":{"content":"\u6771"}}]}`}, `a"東`, true, false},
 		"an end":         {job.ChatCompletions, []string{head, `{"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":"stop","stop_reason":"x"}]}`}, "a", true, true},
+		"an empty end":   {job.ChatCompletions, []string{head, `{"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":""}]}`}, "a", true, false},
 		"a completion":   {job.Completions, []string{`{"choices":[{"index":0,"text":" a","logprobs":null}]}`, `{"choices":[{"index":0,"text":" b"}]}`}, " a b", true, false},
 		"reasoning":      {job.ChatCompletions, []string{head, `{"choices":[{"delta":{"reasoning_content":"hm"}}]}`, `{"choices":[{"delta":{"content":"a"}}]}`}, "", false, false},
 		"a tool call":    {job.ChatCompletions, []string{head, `{"choices":[{"delta":{"tool_calls":[{"index":0,"function":{"name":"f"}}]}}]}`}, "", false, false},
@@ -202,8 +203,8 @@ func TestPartialIsTextAndNothingElse(t *testing.T) {
 			for _, data := range c.chunks {
 				add(t, a, []byte(data))
 			}
-			if text, ok := a.Partial(); text != c.text || ok != c.ok || a.Finished() != c.done {
-				t.Errorf("%q, %v, finished %v", text, ok, a.Finished())
+			if text, ok := a.Partial(); text != c.text || ok != c.ok || a.Finished(1) != c.done {
+				t.Errorf("%q, %v, finished %v", text, ok, a.Finished(1))
 			}
 		})
 	}

@@ -2,10 +2,12 @@ package engine
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"iter"
+	"slices"
 )
 
 // Event is one server-sent event of an engine's stream.
@@ -17,7 +19,7 @@ type Event struct {
 	Done bool
 }
 
-// Events yields the events of a streamed answer. It ends after [DONE], or with ErrUnreachable where the stream ends without it, ErrTooLarge, ErrBadStream, or the
+// Events yields the events of a streamed answer. It ends after [DONE], or with ErrNoDone where the stream ends without it, ErrUnreachable where it breaks off, ErrTooLarge, ErrBadStream, or the
 // context's error. That data is JSON is for Assembler.Add to check.
 func (r *Response) Events() iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
@@ -41,6 +43,9 @@ func (r *Response) Events() iter.Seq2[Event, error] {
 		}
 	}
 }
+
+// ErrNoDone wraps ErrUnreachable: a stream has ended, by the engine's own will as far as can be seen, without [DONE]. Whether it is whole its chunks tell.
+var ErrNoDone = fmt.Errorf("%w: the stream ended without [DONE]", ErrUnreachable)
 
 var (
 	doneData = []byte("[DONE]")
@@ -176,19 +181,22 @@ func (r *eventReader) event(size int, span dataSpan) Event {
 	return e
 }
 
-// last ends the stream, which broke off at err in the event whose unfinished line begins at line. [DONE] counts without its blank line, for with it all is said.
+// last ends the stream, which broke off at err in the event whose unfinished line begins at line. [DONE] and a chunk that is whole count without their blank line. The chunk gets one, for more may come behind it.
 func (r *eventReader) last(line int, data dataSpan, err error) (Event, error) {
 	if !errors.Is(err, io.EOF) {
 		return Event{}, err
 	}
 	rest := r.end - r.start
 	if line == rest || r.field(line, rest, &data) == nil {
-		if event := r.event(rest, data); event.Done {
+		if event := r.event(rest, data); event.Done || json.Valid(event.Data) {
+			if !event.Done {
+				event.Raw = slices.Concat(bytes.TrimRight(event.Raw, "\r\n"), []byte("\n\n"))
+			}
 			r.start = r.end
 			return event, nil
 		}
 	}
-	return Event{}, fmt.Errorf("%w: the stream ended without [DONE]", ErrUnreachable)
+	return Event{}, ErrNoDone
 }
 
 // fill reads more behind what is here. Its error is the stream's end: all that came before has been seen.

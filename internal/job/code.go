@@ -93,6 +93,17 @@ const (
 	TypeServer         = "server_error"
 )
 
+// TypeOf is the type of an error that is told under an HTTP status.
+func TypeOf(status int) string {
+	switch {
+	case status == 429:
+		return TypeRateLimit
+	case status >= 500:
+		return TypeServer
+	}
+	return TypeInvalidRequest
+}
+
 // Error is what a client is told went wrong: all four keys always stand in its JSON.
 type Error struct {
 	Message string  `json:"message"`

@@ -1,6 +1,7 @@
 package job
 
 import (
+	"encoding/json"
 	"fmt"
 	"slices"
 	"strings"
@@ -131,7 +132,9 @@ type Job struct {
 	QueueTimeout Millis            `json:"queue_timeout,omitempty"`
 	RunTimeout   Millis            `json:"run_timeout,omitempty"`
 	Metadata     map[string]string `json:"metadata,omitempty"`
-	// Key is the hash of the client's idempotency key, "" if it gave none; BodyHash that of the request it stands for.
+	// Echo is an object of those fields of a kept response's request that the response repeats, as far as they are small: the request itself goes when the job ends.
+	Echo json.RawMessage `json:"echo,omitempty"`
+	// Key is the hash of the client's idempotency key, or of the request if it gave none; BodyHash that of the request which the client's key stands for, "" without one.
 	Key      string `json:"key,omitempty"`
 	BodyHash string `json:"body_hash,omitempty"`
 	Cost     Cost   `json:"cost"`

@@ -51,6 +51,9 @@ func CheckKey(k Key, now job.Millis) error {
 	case k.Expires != 0 && k.Expires <= now:
 		return bad("expires_at", "must lie in the future")
 	}
+	if k.Scopes != nil && len(k.Scopes) == 0 {
+		return bad("scopes", "is empty, and a key of no scope opens nothing: leave it out for %q and %q", string(Inference), string(Batches))
+	}
 	for i, s := range k.Scopes {
 		switch {
 		case !slices.Contains(Scopes(), s):

@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/ledger"
@@ -67,6 +68,14 @@ const (
 	// noon of 2026-03-01, UTC.
 	noon = job.Millis(1772366400000)
 )
+
+// to makes of a tenant what t is, but for its id and when it was made.
+func to(t ledger.Tenant) func(*ledger.Tenant) error {
+	return func(now *ledger.Tenant) error {
+		now.Name, now.Weight, now.Limits, now.Disabled = t.Name, t.Weight, t.Limits, t.Disabled
+		return nil
+	}
+}
 
 // tenants adds acme and other.
 func tenants(t testing.TB, s *ledger.Store) {
@@ -128,13 +137,13 @@ func TestTenants(t *testing.T) {
 		}
 
 		a.Name, a.Weight, a.Limits, a.Disabled = "new", 1, ledger.Limits{}, true
-		got, err = s.UpdateTenant(ctx, a)
+		got, err = s.UpdateTenant(ctx, acme, to(a))
 		ok(t, err)
 		same(t, *got, a)
 		got, err = s.Tenant(ctx, acme)
 		ok(t, err)
 		same(t, *got, a)
-		_, err = s.UpdateTenant(ctx, ledger.Tenant{ID: "nobody"})
+		_, err = s.UpdateTenant(ctx, "nobody", to(ledger.Tenant{}))
 		want(t, err, ledger.ErrNotFound)
 		all, err = s.Tenants(ctx)
 		ok(t, err)
@@ -180,8 +189,59 @@ func TestATenantInUseIsNotDeleted(t *testing.T) {
 		rows, err := s.Usage(ctx, ledger.UsageQuery{Tenant: acme})
 		ok(t, err)
 		same(t, rows, []ledger.UsageRow{{Requests: 1}})
-		_, err = s.CreateTenant(ctx, ledger.Tenant{ID: acme})
+	})
+}
+
+// TestADeletedTenantsIDIsNotUsedAgain: the jobs that are kept under it, and their answers, are nobody's.
+func TestADeletedTenantsIDIsNotUsedAgain(t *testing.T) {
+	each(t, func(t *testing.T, s *ledger.Store) {
+		ctx := t.Context()
+		tenants(t, s)
+		ok(t, s.DeleteTenant(ctx, acme))
+		for range 2 {
+			_, err := s.CreateTenant(ctx, ledger.Tenant{ID: acme})
+			want(t, err, ledger.ErrDeleted)
+		}
+		_, err := s.Tenant(ctx, acme)
+		want(t, err, ledger.ErrNotFound)
+		all, err := s.Tenants(ctx)
 		ok(t, err)
+		if len(all) != 2 || all[0].ID != job.DefaultTenant || all[1].ID != other {
+			t.Errorf("listed: %+v", all)
+		}
+		// Nothing is done to it, and nothing made for it.
+		_, err = s.UpdateTenant(ctx, acme, to(ledger.Tenant{}))
+		want(t, err, ledger.ErrNotFound)
+		want(t, s.DeleteTenant(ctx, acme), ledger.ErrNotFound)
+		_, _, err = s.CreateKey(ctx, ledger.Key{Tenant: acme})
+		want(t, err, ledger.ErrNotFound)
+		want(t, s.InsertFile(ctx, file("file-1", acme, noon), 0), ledger.ErrNotFound)
+		want(t, s.CreateBatch(ctx, ledger.Batch{ID: "batch_1", Tenant: acme, InputFile: "file-1"}), ledger.ErrNotFound)
+	})
+}
+
+// TestChangesOfATenantAtOnceAreAllMade: none undoes another's.
+func TestChangesOfATenantAtOnceAreAllMade(t *testing.T) {
+	each(t, func(t *testing.T, s *ledger.Store) {
+		tenants(t, s)
+		const n = 8
+		var all errgroup.Group
+		for range n {
+			all.Go(func() error {
+				_, err := s.UpdateTenant(t.Context(), acme, func(t *ledger.Tenant) error { t.Limits.Running++; return nil })
+				return err
+			})
+		}
+		ok(t, all.Wait())
+		got, err := s.Tenant(t.Context(), acme)
+		ok(t, err)
+		same(t, got.Limits.Running, int64(n))
+		no := errors.New("no")
+		_, err = s.UpdateTenant(t.Context(), acme, func(t *ledger.Tenant) error { t.Weight = 1; return no })
+		want(t, err, no)
+		got, err = s.Tenant(t.Context(), acme)
+		ok(t, err)
+		same(t, got.Weight, 100)
 	})
 }
 
@@ -268,11 +328,11 @@ func TestWhatNoKeyOpens(t *testing.T) {
 		_, err = s.Identify(ctx, secret, now+1000)
 		want(t, err, ledger.ErrNotFound)
 
-		_, err = s.UpdateTenant(ctx, ledger.Tenant{ID: acme, Disabled: true})
+		_, err = s.UpdateTenant(ctx, acme, to(ledger.Tenant{Disabled: true}))
 		ok(t, err)
 		_, err = s.Identify(ctx, secret, now)
 		want(t, err, ledger.ErrNotFound)
-		_, err = s.UpdateTenant(ctx, ledger.Tenant{ID: acme})
+		_, err = s.UpdateTenant(ctx, acme, to(ledger.Tenant{}))
 		ok(t, err)
 		_, err = s.Identify(ctx, secret, now)
 		ok(t, err)

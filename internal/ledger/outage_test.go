@@ -241,7 +241,7 @@ func everyCall(ctx context.Context, s *ledger.Store) map[string]error {
 	note("Tenant", err)
 	_, err = s.Tenants(ctx)
 	note("Tenants", err)
-	_, err = s.UpdateTenant(ctx, ledger.Tenant{ID: acme})
+	_, err = s.UpdateTenant(ctx, acme, to(ledger.Tenant{}))
 	note("UpdateTenant", err)
 	note("DeleteTenant", s.DeleteTenant(ctx, acme))
 	_, _, err = s.CreateKey(ctx, ledger.Key{Tenant: acme})
@@ -358,14 +358,14 @@ func TestADatabaseThatAnotherProcessHoldsLocked(t *testing.T) {
 	ok(t, err)
 	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
 	defer cancel()
-	_, err = s.UpdateTenant(ctx, ledger.Tenant{ID: acme, Name: "late"})
+	_, err = s.UpdateTenant(ctx, acme, to(ledger.Tenant{Name: "late"}))
 	want(t, err, ledger.ErrUnavailable)
 	silentAbout(t, err, "UPDATE")
 	got, err := s.Tenant(t.Context(), acme) // readers do not wait
 	ok(t, err)
 	same(t, got.Name, "")
 	ok(t, tx.Rollback())
-	_, err = s.UpdateTenant(t.Context(), ledger.Tenant{ID: acme, Name: "in time"})
+	_, err = s.UpdateTenant(t.Context(), acme, to(ledger.Tenant{Name: "in time"}))
 	ok(t, err)
 }
 

@@ -16,7 +16,7 @@ import (
 )
 
 // newest is the schema that this build knows.
-const newest = 2
+const newest = 3
 
 // raw opens a database without the store.
 func raw(t testing.TB, url string) *sql.DB {
@@ -73,12 +73,12 @@ func TestSchemaGoesUpAndDown(t *testing.T) {
 		ok(t, s.Close())
 		have, steps, err := ledger.Schema(ctx, cfg, log)
 		ok(t, err)
-		if have != newest || len(steps) != newest || steps[0].Version != 1 || steps[0].Name != "00001_ledger.sql" || steps[1].Name != "00002_scaling.sql" || steps[0].Applied.IsZero() {
+		if have != newest || len(steps) != newest || steps[0].Version != 1 || steps[0].Name != "00001_ledger.sql" || steps[1].Name != "00002_scaling.sql" || steps[2].Name != "00003_deleted.sql" || steps[0].Applied.IsZero() {
 			t.Errorf("version %d, steps %+v", have, steps)
 		}
 
 		for _, to := range []int64{-1, newest + 1} {
-			if _, _, err := ledger.MigrateDown(ctx, cfg, to, log); err == nil || !strings.Contains(err.Error(), "0..2") {
+			if _, _, err := ledger.MigrateDown(ctx, cfg, to, log); err == nil || !strings.Contains(err.Error(), "0..3") {
 				t.Errorf("down to %d: %v", to, err)
 			}
 		}

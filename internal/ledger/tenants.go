@@ -33,7 +33,7 @@ func (t *Tenant) check() error {
 	return nil
 }
 
-// CreateTenant adds a tenant; a weight of 0 is the default, and Created is now unless it is given.
+// CreateTenant adds a tenant; a weight of 0 is the default, and Created is now unless it is given. An id that a tenant has or had is ErrExists or ErrDeleted.
 func (s *Store) CreateTenant(ctx context.Context, t Tenant) (*Tenant, error) {
 	if err := t.check(); err != nil {
 		return nil, err
@@ -43,10 +43,17 @@ func (s *Store) CreateTenant(ctx context.Context, t Tenant) (*Tenant, error) {
 	}
 	err := s.write(ctx, "creating the tenant "+string(t.ID), func(q *query) error {
 		n, err := q.exec("INSERT INTO tenants ("+tenantColumns+") VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (id) DO NOTHING", t.ID, t.Name, t.Weight, encode(t.Limits), t.Created, t.Disabled)
-		if err == nil && n == 0 {
-			err = refuse(ErrExists)
+		if err != nil || n == 1 {
+			return err
 		}
-		return err
+		var deleted job.Millis
+		if err := q.row("SELECT deleted FROM tenants WHERE id = $1", t.ID).Scan(&deleted); err != nil {
+			return err
+		}
+		if deleted != 0 {
+			return refuse(ErrDeleted)
+		}
+		return refuse(ErrExists)
 	})
 	if err != nil {
 		return nil, err
@@ -58,7 +65,7 @@ func (s *Store) CreateTenant(ctx context.Context, t Tenant) (*Tenant, error) {
 func (s *Store) Tenant(ctx context.Context, id job.Tenant) (*Tenant, error) {
 	var t Tenant
 	err := s.read(ctx, "reading the tenant "+string(id), func(q *query) error {
-		return scanTenant(q.row("SELECT "+tenantColumns+" FROM tenants WHERE id = $1", id), &t)
+		return scanTenant(q.row("SELECT "+tenantColumns+" FROM tenants WHERE id = $1 AND deleted = 0", id), &t)
 	})
 	if err != nil {
 		return nil, err
@@ -75,20 +82,28 @@ func (s *Store) Tenants(ctx context.Context) ([]Tenant, error) {
 			err := scanTenant(row, &t)
 			all = append(all, t)
 			return err
-		}, "SELECT "+tenantColumns+" FROM tenants ORDER BY id")
+		}, "SELECT "+tenantColumns+" FROM tenants WHERE deleted = 0 ORDER BY id")
 	})
 	return all, err
 }
 
-// UpdateTenant changes name, weight, limits and Disabled.
-func (s *Store) UpdateTenant(ctx context.Context, t Tenant) (*Tenant, error) {
-	if err := t.check(); err != nil {
-		return nil, err
-	}
+// UpdateTenant has change alter the tenant's name, weight, limits and Disabled: nobody else alters it meanwhile. change may be called again, and its error comes back as it is.
+func (s *Store) UpdateTenant(ctx context.Context, id job.Tenant, change func(*Tenant) error) (*Tenant, error) {
 	var now Tenant
-	err := s.write(ctx, "changing the tenant "+string(t.ID), func(q *query) error {
+	err := s.write(ctx, "changing the tenant "+string(id), func(q *query) error {
+		var t Tenant
+		if err := scanTenant(q.row("SELECT "+tenantColumns+" FROM tenants WHERE id = $1 AND deleted = 0"+q.dialect.locking(), id), &t); err != nil {
+			return err
+		}
+		err := change(&t)
+		if err == nil {
+			err = t.check()
+		}
+		if err != nil {
+			return refuse(err)
+		}
 		return scanTenant(q.row("UPDATE tenants SET name = $2, weight = $3, limits = $4, disabled = $5 WHERE id = $1 RETURNING "+tenantColumns,
-			t.ID, t.Name, t.Weight, encode(t.Limits), t.Disabled), &now)
+			id, t.Name, t.Weight, encode(t.Limits), t.Disabled), &now)
 	})
 	if err != nil {
 		return nil, err
@@ -96,7 +111,7 @@ func (s *Store) UpdateTenant(ctx context.Context, t Tenant) (*Tenant, error) {
 	return &now, nil
 }
 
-// DeleteTenant removes a tenant without keys that are not revoked, files and live batches: else ErrInUse, as for job.DefaultTenant. Its ended batches go with it; its usage and its keys' rows stay.
+// DeleteTenant removes a tenant without keys that are not revoked, files and live batches: else ErrInUse, as for job.DefaultTenant. Its ended batches go with it; its usage and its keys' rows stay, and so does its id, for its jobs and their answers are kept under it.
 func (s *Store) DeleteTenant(ctx context.Context, id job.Tenant) error {
 	return s.write(ctx, "deleting the tenant "+string(id), func(q *query) error {
 		// Its row is locked: nothing of its own can be added meanwhile.
@@ -114,23 +129,24 @@ func (s *Store) DeleteTenant(ctx context.Context, id job.Tenant) error {
 		if keys+files+batches > 0 {
 			return refuse(fmt.Errorf("%w: the tenant has keys that are not revoked (%d), files (%d) or live batches (%d)", ErrInUse, keys, files, batches))
 		}
-		for _, text := range []string{"DELETE FROM batches WHERE tenant = $1", "DELETE FROM idempotency WHERE tenant = $1", "DELETE FROM tenants WHERE id = $1"} {
+		for _, text := range []string{"DELETE FROM batches WHERE tenant = $1", "DELETE FROM idempotency WHERE tenant = $1"} {
 			if _, err := q.exec(text, id); err != nil {
 				return err
 			}
 		}
-		return nil
+		_, err := q.exec("UPDATE tenants SET deleted = $2, disabled = 1 WHERE id = $1", id, job.MillisOf(time.Now()))
+		return err
 	})
 }
 
 // lockTenant keeps the tenant as it is until the transaction ends, and others from adding to what is its own. ErrNotFound if it does not exist.
 func (q *query) lockTenant(id job.Tenant) error {
 	var found string
-	return q.row("SELECT id FROM tenants WHERE id = $1"+q.dialect.locking(), id).Scan(&found)
+	return q.row("SELECT id FROM tenants WHERE id = $1 AND deleted = 0"+q.dialect.locking(), id).Scan(&found)
 }
 
 // keepTenant keeps the tenant from being deleted until the transaction ends. ErrNotFound if it does not exist.
 func (q *query) keepTenant(id job.Tenant) error {
 	var found string
-	return q.row("SELECT id FROM tenants WHERE id = $1"+q.dialect.sharing(), id).Scan(&found)
+	return q.row("SELECT id FROM tenants WHERE id = $1 AND deleted = 0"+q.dialect.sharing(), id).Scan(&found)
 }

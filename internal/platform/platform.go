@@ -19,6 +19,7 @@ import (
 	"github.com/millrace/millrace/internal/embedded"
 	"github.com/millrace/millrace/internal/engine"
 	"github.com/millrace/millrace/internal/engine/emulator"
+	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/provider"
 	"github.com/millrace/millrace/internal/queue"
@@ -195,6 +196,12 @@ func (p *Platform) addRoles(cfg Config, reg prometheus.Registerer, log *slog.Log
 			emulators = append(emulators, part{"emulator of " + name, func(ctx context.Context) error { return e.Serve(ctx, l) }})
 			ec.URL = "http://" + l.Addr().String()
 			wc.GPUs = []string{worker.NoGPUs} // it uses none
+			// They are told before it is ready.
+			if len(wc.Models) == 0 {
+				for _, m := range e.Models() {
+					wc.Models = append(wc.Models, job.Model(m))
+				}
+			}
 		}
 		w, err := p.backbone.Worker(wc, ec, reg, log)
 		if err != nil {

@@ -3,7 +3,9 @@ package platform_test
 import (
 	"context"
 	"errors"
+	"io"
 	"net"
+	"net/http"
 	"strings"
 	"testing"
 	"time"
@@ -54,6 +56,45 @@ func TestEveryPartBecomesReadyAndEnds(t *testing.T) {
 	cancel()
 	if err := <-ended; err != nil {
 		t.Error(err)
+	}
+}
+
+// TestCallsAreHeldWhileTheFirstEngineLoads: the folder is new, so that nobody has ever served the model, and the client asks at once.
+func TestCallsAreHeldWhileTheFirstEngineLoads(t *testing.T) {
+	t.Parallel()
+	cfg := config(t)
+	cfg.Emulator = emulator.Config{Profile: "test", Models: []string{"m1"}, ColdStart: 4 * time.Second}
+	p, err := platform.New(t.Context(), cfg, prometheus.NewRegistry(), testenv.Log(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() { ended <- p.Run(ctx) }()
+	defer func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}()
+	ask := func(body string) (int, string) {
+		resp, err := http.Post(p.URL()+"/v1/chat/completions", "application/json", strings.NewReader(body))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer resp.Body.Close()
+		defer http.DefaultClient.CloseIdleConnections()
+		answer, err := io.ReadAll(resp.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return resp.StatusCode, string(answer)
+	}
+	if status, answer := ask(`{"model":"m1","max_tokens":2,"messages":[{"role":"user","content":"x"}]}`); status != http.StatusOK {
+		t.Errorf("%d %s", status, answer)
+	}
+	if status, answer := ask(`{"model":"m2","messages":[{"role":"user","content":"x"}]}`); status != http.StatusNotFound {
+		t.Errorf("another model: %d %s", status, answer)
 	}
 }
 

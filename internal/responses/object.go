@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/http"
+	"slices"
 	"strings"
 
 	"github.com/millrace/millrace/internal/job"
@@ -110,6 +112,27 @@ type Error struct {
 	Message string   `json:"message"`
 }
 
+// codes are those of the API that an engine may have given for its own reasons.
+var codes = []job.Code{
+	"server_error", "rate_limit_exceeded", "invalid_prompt", "vector_store_timeout", "invalid_image", "invalid_image_format", "invalid_base64_image", "invalid_image_url", "image_too_large", "image_too_small", "image_parse_error",
+	"image_content_policy_violation", "invalid_image_mode", "image_file_too_large", "unsupported_image_media_type", "empty_image_file", "failed_to_download_image", "image_file_not_found",
+}
+
+// NewError tells e, with which a response ended, in a code of the API. status is the engine's, 0 if it gave none.
+func NewError(status int, e *job.Error) *Error {
+	code := e.CodeOf()
+	switch {
+	case slices.Contains(codes, code):
+	case status == http.StatusTooManyRequests, status == 0 && e.Type == job.TypeRateLimit:
+		code = "rate_limit_exceeded"
+	case status == http.StatusBadRequest, status == http.StatusRequestEntityTooLarge, status == http.StatusUnprocessableEntity, status == 0 && e.Type == job.TypeInvalidRequest:
+		code = "invalid_prompt"
+	default:
+		code = "server_error"
+	}
+	return &Error{Code: code, Message: e.Message}
+}
+
 // Details say why a response is incomplete: "max_output_tokens" or "content_filter".
 type Details struct {
 	Reason string `json:"reason"`
@@ -195,6 +218,23 @@ func NewObject(f Frame, s Status, request *job.Object) *Object {
 		SafetyIdentifier: get("safety_identifier"), ServiceTier: get("service_tier"), Temperature: get("temperature"), Text: get("text"), ToolChoice: get("tool_choice"),
 		Tools: get("tools"), TopLogprobs: get("top_logprobs"), TopP: get("top_p"), Truncation: get("truncation"), User: get("user"), Metadata: get("metadata"),
 	}
+}
+
+// maxEcho bounds an Echo in bytes.
+const maxEcho = 16 << 10
+
+// Echo is an object of those fields of a request that its response repeats, but for what would make it too large, and for metadata, which the job has.
+func Echo(request *job.Object) json.RawMessage {
+	echo, size := map[string]json.RawMessage{}, 0
+	for _, key := range []string{
+		"background", "instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier", "temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p",
+		"truncation", "user",
+	} {
+		if raw := request.Get(key); !unset(raw) && size+len(raw) <= maxEcho {
+			echo[key], size = raw, size+len(raw)
+		}
+	}
+	return Encode(echo)
 }
 
 func unset(raw json.RawMessage) bool { return len(raw) == 0 || string(raw) == "null" }

@@ -70,6 +70,9 @@ func calls(s *results.Store, j *job.Job, c *results.Claim) map[string]func(conte
 			_, _, err := s.ReserveKey(ctx, "t", "k", results.KeyEntry{ID: j.ID}, 0)
 			return err
 		},
+		"BindKey": func(ctx context.Context) error {
+			return s.BindKey(ctx, "t", "k", results.KeyEntry{ID: j.ID}, time.Minute)
+		},
 		"ReleaseKey": func(ctx context.Context) error { return s.ReleaseKey(ctx, "t", "k", j.ID) },
 		"Accept": func(ctx context.Context) error {
 			_, err := s.Accept(ctx, j, []byte("{}"), results.Limits{})

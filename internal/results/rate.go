@@ -25,7 +25,7 @@ type RateLeft struct {
 }
 
 // TakeRates uses up all rates or none, one round trip for each, and tells what is left of those that it came to. refused is the index of the rate that had not enough, -1 if all had. After a refusal what was taken is given
-// back as far as possible: a rate that has just been untouched keeps a request's worth too little, for as long as it takes to come back by itself.
+// back, as far as the store answers.
 func (s *Store) TakeRates(ctx context.Context, rates []Rate) (left []RateLeft, refused int, err error) {
 	ctx, cancel := context.WithTimeout(ctx, opTimeout)
 	defer cancel()
@@ -37,12 +37,19 @@ func (s *Store) TakeRates(ctx context.Context, rates []Rate) (left []RateLeft, r
 		left = append(left, RateLeft{Remaining: int64(got.Remaining), Reset: got.ResetAfter, Retry: max(0, got.RetryAfter)})
 		if got.Allowed == 0 && r.Asked > 0 {
 			for _, earlier := range rates[:i] {
-				_, _ = s.takeRate(ctx, earlier, -earlier.Asked) // best effort: it comes back by itself
+				s.giveBack(ctx, earlier)
 			}
 			return left, i, nil
 		}
 	}
 	return left, -1, nil
+}
+
+// giveBack undoes the taking of a rate. Best effort: it comes back by itself.
+func (s *Store) giveBack(ctx context.Context, r Rate) {
+	if got, err := s.takeRate(ctx, r, -r.Asked); err == nil && got.ResetAfter <= 0 { // all of it is there again, which the limiter does not write
+		_ = s.limiter.Reset(ctx, url.QueryEscape(r.Name)) // as above
+	}
 }
 
 func (s *Store) takeRate(ctx context.Context, r Rate, n int64) (*redis_rate.Result, error) {
@@ -67,6 +74,11 @@ func (p prefixed) own(keys []string) []string {
 // Eval runs the script on our keys.
 func (p prefixed) Eval(ctx context.Context, script string, keys []string, args ...any) *redis.Cmd {
 	return p.UniversalClient.Eval(ctx, script, p.own(keys), args...)
+}
+
+// Del removes our keys.
+func (p prefixed) Del(ctx context.Context, keys ...string) *redis.IntCmd {
+	return p.UniversalClient.Del(ctx, p.own(keys)...)
 }
 
 // EvalSha runs the script on our keys.

@@ -41,6 +41,19 @@ func (s *Store) ReserveKey(ctx context.Context, t job.Tenant, key string, entry 
 	return held, held == entry, nil // a repeat finds what its first run bound
 }
 
+// ImpliedKeyTTL is for how long a key is kept that stands for a request alone: one whose job has a Key and no BodyHash.
+const ImpliedKeyTTL = 10 * time.Minute
+
+// BindKey binds tenant's key to entry for ttl, whatever it was bound to.
+func (s *Store) BindKey(ctx context.Context, t job.Tenant, key string, entry KeyEntry, ttl time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, opTimeout)
+	defer cancel()
+	if err := s.db.Set(ctx, s.idempotencyKey(t, key), entry.String(), ttl).Err(); err != nil {
+		return wrap(err, "binding an idempotency key to job %s", entry.ID)
+	}
+	return nil
+}
+
 // ReleaseKey unbinds the key if it is bound to id.
 func (s *Store) ReleaseKey(ctx context.Context, t job.Tenant, key string, id job.ID) error {
 	ctx, cancel := context.WithTimeout(ctx, opTimeout)
@@ -91,7 +104,11 @@ func (s *Store) create(ctx context.Context, l Limits, all ...creation) ([]standi
 		for _, c := range all {
 			s.index(ctx, p, c.job, c.state)
 			if c.key && c.job.Key != "" {
-				if left := (c.job.Created - s.Now()).Duration() + s.cfg.KeyTTL; left > 0 {
+				ttl := s.cfg.KeyTTL
+				if c.job.BodyHash == "" {
+					ttl = ImpliedKeyTTL
+				}
+				if left := (c.job.Created - s.Now()).Duration() + ttl; left > 0 {
 					p.SetNX(ctx, s.idempotencyKey(c.job.Tenant, c.job.Key), KeyEntry{ID: c.job.ID, Hash: c.job.BodyHash}.String(), left)
 				}
 			}

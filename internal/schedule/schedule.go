@@ -88,7 +88,8 @@ type Wish struct {
 
 // Status is what can be shown of a Scheduler.
 type Status struct {
-	Capacity, Free job.Tokens
+	// Capacity of the KV cache, what of it is Used, and what is Free to be granted: less than the rest by a reserve.
+	Capacity, Used, Free job.Tokens
 	// FreeRank is the largest that is free in one rank.
 	FreeRank job.Tokens
 	// Running jobs, their sequences, and jobs in hand.

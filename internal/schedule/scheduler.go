@@ -476,10 +476,12 @@ func (s *Scheduler) usable() float64 {
 	return float64(s.capacity()) * (1 - s.cfg.Reserve) * s.fill
 }
 
-// used is what the engine holds, by its last word and what has changed since, with the margin of what runs.
-func (s *Scheduler) used() float64 {
-	return s.share*float64(s.held-s.young) + float64(s.young) + s.foreign + float64(margin*s.seqs)
+// filled is what the engine holds, by its last word and what has changed since; used is that with the margin of what runs.
+func (s *Scheduler) filled() float64 {
+	return s.share*float64(s.held-s.young) + float64(s.young) + s.foreign
 }
+
+func (s *Scheduler) used() float64 { return s.filled() + float64(margin*s.seqs) }
 
 func (s *Scheduler) free() float64 { return s.usable() - s.used() }
 
@@ -1133,7 +1135,7 @@ func (s *Scheduler) Status(now time.Time) Status {
 	room, _ := s.freeRank()
 	ttft := s.ttft(now)
 	st := Status{
-		Capacity: s.capacity(), Free: max(0, job.Tokens(s.free())), FreeRank: max(0, job.Tokens(min(room, s.free()))),
+		Capacity: s.capacity(), Used: max(0, job.Tokens(s.filled())), Free: max(0, job.Tokens(s.free())), FreeRank: max(0, job.Tokens(min(room, s.free()))),
 		Running: len(s.running), Sequences: s.seqs, Waiting: s.last.Waiting, InHand: len(s.hand), Level: level(ttft * (1 + loadWeight*s.load())), TTFT: seconds(ttft), Limit: s.bound(), Brake: s.Brake(now), Load: s.load(),
 	}
 	return st

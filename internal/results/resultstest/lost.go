@@ -23,6 +23,16 @@ var writes = []write{
 		return func() (err error) { _, mine, err = e.ReserveKey(e.ctx, "t", "k", entry, 0); return err },
 			func() { e.same("mine", mine, true) }
 	}},
+	{"bind key", func(e *env) (func() error, func()) {
+		_, _, err := e.ReserveKey(e.ctx, "t", "k", results.KeyEntry{ID: "job_a"}, 0)
+		e.ok(err)
+		b := results.KeyEntry{ID: "job_b"}
+		return func() error { return e.BindKey(e.ctx, "t", "k", b, time.Minute) }, func() {
+			held, _, err := e.ReserveKey(e.ctx, "t", "k", results.KeyEntry{ID: "job_c"}, 0)
+			e.ok(err)
+			e.same("held", held, b)
+		}
+	}},
 	{"release key", func(e *env) (func() error, func()) {
 		_, _, err := e.ReserveKey(e.ctx, "t", "k", results.KeyEntry{ID: "job_a"}, 0)
 		e.ok(err)

@@ -32,6 +32,9 @@ func rates(e *env) {
 		e.Errorf("after the third: %+v", left)
 	}
 	// A refusal by the second gives back what was taken of the first.
+	untouched := results.Rate{Name: "requests of key_3", PerMinute: 1, Asked: 1}
+	take(1, untouched, large)
+	take(-1, untouched)
 	other := results.Rate{Name: "requests of key_2", PerMinute: 10, Asked: 1}
 	take(-1, other)
 	take(-1, other)

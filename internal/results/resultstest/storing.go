@@ -530,6 +530,15 @@ func rebuild(e *env) {
 	e.ok(err)
 	e.same("body", b, body)
 	e.ok(e.RestoreQueued(e.ctx, nil))
+	// A key that stands for the request alone is not bound for long.
+	young, old := e.job(func(j *job.Job) { j.Key = "young" }), e.job(func(j *job.Job) { j.Key = "old" })
+	old.Created -= job.Millis(results.ImpliedKeyTTL.Milliseconds())
+	e.ok(e.RestoreQueued(e.ctx, []results.QueuedJob{{Job: *young, Body: body}, {Job: *old, Body: body}}))
+	for key, bound := range map[string]bool{"young": true, "old": false} {
+		_, mine, err := e.ReserveKey(e.ctx, young.Tenant, key, results.KeyEntry{ID: "job_new"}, 0)
+		e.ok(err)
+		e.same(key+" is bound", !mine, bound)
+	}
 }
 
 // wipedInEveryState wipes the store under a job in each state and lets those who know the job go on.
