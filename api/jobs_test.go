@@ -231,6 +231,7 @@ func TestRetriedCreateWithoutKeyIsOneJob(t *testing.T) {
 		t.Error("a request that says it is the first is an earlier job")
 	}
 	// What was deleted had been answered, so that nobody tries it again.
+	e.wait(third)
 	e.send("DELETE", "/v1/jobs/"+string(third), "")
 	if again := e.submit(body, "X-Stainless-Retry-Count: 1"); again == third {
 		t.Error("the retry is a job that was deleted")

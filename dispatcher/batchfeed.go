@@ -362,6 +362,10 @@ func (r *running) lookFor(ctx context.Context, j *job.Job) (there, publish bool,
 	case rec.State == job.Running && rec.Lease > r.v.d.deps.Results.Now(): // its attempt will end it
 		return true, false, nil
 	case rec.State.Ended():
+		// Since DONE was read it may have been published by a leader that was, have run, and ended.
+		if over, err := r.findOutcome(ctx, j.ID); over || err != nil {
+			return false, false, err
+		}
 		if err := r.v.d.deps.Results.Delete(ctx, j.Tenant, j.ID); err != nil {
 			return false, false, fmt.Errorf("deleting the record of job %s: %w", j.ID, err)
 		}

@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -136,8 +135,8 @@ func TestJobsOutliveARestart(t *testing.T) {
 // TestRolesWaitForTheirServers starts everything in the reverse order of what it needs.
 func TestRolesWaitForTheirServers(t *testing.T) {
 	t.Parallel()
-	natsAddr, engineAddr, apiAddr := free(t), free(t), free(t)
-	health := map[string]string{"api": free(t), "dispatcher": free(t), "worker": free(t)}
+	natsAddr, engineAddr, apiAddr := testenv.FreeAddr(t), testenv.FreeAddr(t), testenv.FreeAddr(t)
+	health := map[string]string{"api": testenv.FreeAddr(t), "dispatcher": testenv.FreeAddr(t), "worker": testenv.FreeAddr(t)}
 	redis := testenv.MiniRedis(t)
 	common := func(role string) []string {
 		return []string{"--nats-url", "nats://" + natsAddr, "--redis-url", redis.URL(), "--metrics-listen", health[role]}
@@ -197,17 +196,6 @@ func TestRolesWaitForTheirServers(t *testing.T) {
 			t.Errorf("the %s ended with code %d:\n%s", role, code, roles[role].err)
 		}
 	}
-}
-
-// free returns an address that is free now.
-func free(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close() // nothing was taken from it
-	return l.Addr().String()
 }
 
 func TestDemo(t *testing.T) {

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -19,6 +18,7 @@ import (
 
 	"github.com/millrace/millrace/internal/client"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/testenv"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -131,13 +131,7 @@ func TestAnAnswerThatIsNoErrorObjectIsStillAnError(t *testing.T) {
 
 func TestAServerThatIsNotThereIsAnErrorAtOnce(t *testing.T) {
 	t.Parallel()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := l.Addr().String()
-	_ = l.Close()
-	c, err := client.New(client.Config{URL: "http://" + addr, Patience: time.Hour})
+	c, err := client.New(client.Config{URL: "http://" + testenv.FreeAddr(t), Patience: time.Hour})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -3,7 +3,6 @@ package cluster_test
 import (
 	"context"
 	"fmt"
-	"net"
 	"net/url"
 	"strconv"
 	"strings"
@@ -23,14 +22,7 @@ func threeServers(t *testing.T) []*natsserver.Server {
 	t.Helper()
 	var routes []*url.URL // all must be known to each from the start
 	for range 3 {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		routes = append(routes, &url.URL{Scheme: "nats", Host: l.Addr().String()})
-		if err := l.Close(); err != nil {
-			t.Fatal(err)
-		}
+		routes = append(routes, &url.URL{Scheme: "nats", Host: testenv.FreeAddr(t)})
 	}
 	var servers []*natsserver.Server
 	for i, route := range routes {

@@ -4,8 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"net/url"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -24,13 +24,12 @@ func startCluster(t *testing.T) []*natsserver.Server {
 	var routes []*url.URL
 	var ports []int
 	for range 3 {
-		l, err := net.Listen("tcp", "127.0.0.1:0")
+		route := &url.URL{Scheme: "nats", Host: testenv.FreeAddr(t)}
+		port, err := strconv.Atoi(route.Port())
 		if err != nil {
 			t.Fatal(err)
 		}
-		ports = append(ports, l.Addr().(*net.TCPAddr).Port)
-		routes = append(routes, &url.URL{Scheme: "nats", Host: l.Addr().String()})
-		_ = l.Close()
+		ports, routes = append(ports, port), append(routes, route)
 	}
 	servers := make([]*natsserver.Server, 3)
 	for i := range servers {

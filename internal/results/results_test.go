@@ -72,12 +72,7 @@ func BenchmarkEmbedded(b *testing.B) { resultstest.Bench(b, testenv.MiniRedis(b)
 // cluster starts a cluster of one node, which refuses scripts that reach over slots as any cluster does.
 func cluster(t testing.TB) string {
 	t.Helper()
-	bus, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, port, _ := net.SplitHostPort(bus.Addr().String())
-	_ = bus.Close()
+	_, port, _ := net.SplitHostPort(testenv.FreeAddr(t))
 	server := testenv.Redis(t, "--cluster-enabled", "yes", "--cluster-port", port)
 	c := redis.NewClient(&redis.Options{Addr: server.Addr})
 	defer c.Close() // nothing was written that could be lost

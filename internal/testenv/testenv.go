@@ -69,13 +69,7 @@ type RedisServer struct {
 // Redis starts a real redis-server (MILLRACE_TEST_REDIS_SERVER, or the one on the PATH) and stops it when the test ends.
 func Redis(t testing.TB, args ...string) *RedisServer {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := l.Addr().String()
-	_ = l.Close()
-	dir := t.TempDir()
+	addr, dir := FreeAddr(t), t.TempDir()
 	_, port, _ := net.SplitHostPort(addr)
 	r := &RedisServer{Addr: addr, args: append([]string{
 		"--bind", "127.0.0.1", "--port", port, "--dir", dir, "--save", "", "--appendonly", "no",

@@ -41,7 +41,7 @@ func newCluster(t *testing.T) *cluster {
 // newBareCluster starts nothing.
 func newBareCluster(t *testing.T) *cluster {
 	t.Helper()
-	c := &cluster{t: t, dir: t.TempDir(), natsAddr: freeAddr(t)}
+	c := &cluster{t: t, dir: t.TempDir(), natsAddr: testenv.FreeAddr(t)}
 	c.use("sqlite:" + c.dir + "/millrace.db")
 	c.env = []string{"PATH=" + os.Getenv("PATH"), "HOME=" + c.dir, "TMPDIR=" + c.dir}
 	transport := &http.Transport{MaxIdleConnsPerHost: 64}
@@ -77,7 +77,7 @@ func (c *cluster) natsURL() string { return "nats://" + c.natsAddr }
 // role describes the process of a command that serves; args come after those that all have.
 func (c *cluster) role(name, command string, args ...string) *process {
 	c.t.Helper()
-	metrics := freeAddr(c.t)
+	metrics := testenv.FreeAddr(c.t)
 	all := []string{program, command, "--metrics-listen", metrics, "--log-format", "json", "--log-level", "info"}
 	if command != "up" {
 		all = append(all, "--nats-url", c.natsURL(), "--redis-url", c.redis.URL())
@@ -112,7 +112,7 @@ type apiProcess struct {
 // api describes an API.
 func (c *cluster) api(name string, args ...string) *apiProcess {
 	c.t.Helper()
-	addr := freeAddr(c.t)
+	addr := testenv.FreeAddr(c.t)
 	p := c.role(name, "api", append([]string{"--listen", addr, "--insecure"}, args...)...)
 	return &apiProcess{p, &client{t: c.t, url: "http://" + addr, http: c.http}}
 }

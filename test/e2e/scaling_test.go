@@ -12,6 +12,8 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/millrace/millrace/internal/testenv"
 )
 
 // poolsFile is a file of one pool, whose engine is the emulator with these further arguments.
@@ -236,7 +238,7 @@ func TestABacklogGetsAllItsWorkersInOneDecision(t *testing.T) {
 
 // upWith describes `millrace up` with a pool, whose workers have their state in the folder dir.
 func (c *cluster) upWith(p *poolsFile, args ...string) (u *process, api *client, dir string) {
-	data, addr := filepath.Join(c.dir, "up"), freeAddr(c.t)
+	data, addr := filepath.Join(c.dir, "up"), testenv.FreeAddr(c.t)
 	dir = filepath.Join(data, "workers")
 	c.endWorkers(dir)
 	return c.role("up", "up", append([]string{"--listen", addr, "--data", data, "--pool", p.file}, args...)...), &client{t: c.t, url: "http://" + addr, http: c.http}, dir

@@ -6,6 +6,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/millrace/millrace/internal/testenv"
 )
 
 // up is `millrace up` on a folder.
@@ -18,7 +20,7 @@ type up struct {
 // up describes the whole platform in one process, whose queue others may look into.
 func (c *cluster) up(name string, args ...string) *up {
 	c.t.Helper()
-	addr, nats := freeAddr(c.t), freeAddr(c.t)
+	addr, nats := testenv.FreeAddr(c.t), testenv.FreeAddr(c.t)
 	p := c.role(name, "up", append([]string{"--listen", addr, "--nats-listen", nats}, args...)...)
 	return &up{p, &client{t: c.t, url: "http://" + addr, http: c.http}, "nats://" + nats}
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/millrace/millrace/internal/engine/emulator"
+	"github.com/millrace/millrace/internal/testenv"
 )
 
 // TestWorkersKilledEverySecondLoseNoJob: 64 jobs, four workers, a kill -9 each second, until all has ended or each was killed four times: on a slow machine a worker hardly lives for a second.
@@ -329,7 +330,7 @@ func TestJobThatCrashesTheEngineFails(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t)
 	api, dispatcher := c.api("api"), c.dispatcher("dispatcher")
-	addr := freeAddr(t)
+	addr := testenv.FreeAddr(t)
 	worker := c.role("worker", "worker", "--name", "worker", "--engine", "http://"+addr, "--max-attempts", "3", "--",
 		program, "emulator", "--listen", addr, "--profile", "test", "--model", model)
 	c.startAll(api.process, dispatcher, worker)

@@ -9,7 +9,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -26,6 +25,7 @@ import (
 
 	"github.com/millrace/millrace/internal/client"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/testenv"
 )
 
 // platform is `millrace up` in a process of its own.
@@ -54,7 +54,7 @@ func start(t *testing.T, engine string, args ...string) *platform {
 	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, "../../cmd/millrace").CombinedOutput(); err != nil {
 		t.Fatalf("building millrace: %v\n%s", err, out)
 	}
-	addr := freeAddr(t)
+	addr := testenv.FreeAddr(t)
 	cmd := exec.Command(program, append([]string{"up", "--engine", engine, "--listen", addr, "--data", filepath.Join(dir, "data"), "--metrics-listen", "off", "--drain", "1s"}, args...)...)
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
@@ -83,16 +83,6 @@ func start(t *testing.T, engine string, args ...string) *platform {
 // base is an engine's address without its API.
 func base(engine string) string {
 	return strings.TrimSuffix(strings.TrimRight(engine, "/"), "/v1")
-}
-
-func freeAddr(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
 }
 
 // awaitModel waits until the engine has proven itself and its first model is served.

@@ -3,7 +3,6 @@ package sdk_test
 import (
 	"errors"
 	"fmt"
-	"net"
 	"net/http"
 	"strings"
 	"sync"
@@ -147,7 +146,7 @@ func TestClientsDoNotRepeatWhatCannotSucceed(t *testing.T) {
 // TestClientsRideOutARestartOfTheQueue stops NATS under the platform: clients are told to come back, do so by themselves, and get their answer when it is there again.
 func TestClientsRideOutARestartOfTheQueue(t *testing.T) {
 	t.Parallel()
-	dir, addr := t.TempDir(), freeAddr(t)
+	dir, addr := t.TempDir(), testenv.FreeAddr(t)
 	listen := func(c *embedded.NATSConfig) { c.Dir, c.Listen, c.Relaxed = dir, addr, true }
 	nats := testenv.NATS(t, listen)
 	s := start(t, func(c *setup) { c.platform.NATSURL = "nats://" + addr })
@@ -186,15 +185,4 @@ func TestClientsRideOutARestartOfTheQueue(t *testing.T) {
 	if n := len(s.calls("Is anybody there?")); n != 0 {
 		t.Errorf("what was refused reached the engine %d times", n)
 	}
-}
-
-// freeAddr is an address that is free now.
-func freeAddr(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close() // nothing was taken from it
-	return l.Addr().String()
 }
