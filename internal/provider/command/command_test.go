@@ -42,10 +42,10 @@ const (
 		if [ "$1" = broken ]; then echo "failed image of $TOKEN not found" > "$2"; else echo running > "$2"; fi`
 	stop = `cd "$CLOUD/$1" 2>/dev/null || exit 0
 		[ -e "$2" ] || exit 0
-		if [ "$1" = busy ]; then echo stopping > "$2"; while [ -e "$2" ] && ! [ -e "$CLOUD/release" ]; do sleep 0.01; done; fi
+		if [ "$1" = busy ]; then echo stopping > "$CLOUD/$2.new"; mv "$CLOUD/$2.new" "$2"; while [ -e "$2" ] && ! [ -e "$CLOUD/release" ]; do sleep 0.01; done; fi
 		rm -f "$2"`
 	list = `cd "$CLOUD/$1" 2>/dev/null || exit 0
-		for f in *; do if [ -s "$f" ]; then echo "$f $(cat "$f")"; fi; done`
+		for f in *; do state=$(cat "$f" 2>/dev/null); if [ -n "$state" ]; then echo "$f $state"; fi; done`
 )
 
 func pool(name, dir string) *scale.Pool {
