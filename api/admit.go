@@ -113,14 +113,25 @@ func (s *Server) outlook(ctx context.Context, j *job.Job, v *admission.View) {
 	}
 }
 
+// knownNow is what the workers tell of the model, or told within the last day.
+func (s *Server) knownNow(m job.Model) (cluster.KnownModel, bool) {
+	for _, k := range s.deps.Cluster.Known() {
+		if k.Model == m {
+			return k, true
+		}
+	}
+	return cluster.KnownModel{}, false
+}
+
 // known tells whether the model exists: a worker serves it or did within the last day, or its queue holds work. While a worker starts that may come to serve it, nobody can tell: that is an error.
 func (s *Server) known(ctx context.Context, m job.Model) (cluster.KnownModel, bool, error) {
 	for {
-		learning := s.deps.Cluster.Learning() // before what is known, lest what it learns meanwhile is missed
-		for _, k := range s.deps.Cluster.Known() {
-			if k.Model == m {
-				return k, true, nil
-			}
+		if k, ok := s.knownNow(m); ok {
+			return k, true, nil
+		}
+		learning := s.deps.Cluster.Learning()
+		if k, ok := s.knownNow(m); ok { // it has learned meanwhile
+			return k, true, nil
 		}
 		held, err := s.fills.holds(ctx, m)
 		if held || err != nil {

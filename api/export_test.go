@@ -76,6 +76,12 @@ func (p Pace) Tokens(m job.Model, workers []cluster.Member, mean float64) float6
 }
 
 func (p Pace) Observe(now time.Time, workers []cluster.Member, waits bool) {
-	p.p.observe(now, workers, func(job.Model) bool { return waits })
+	waiting := map[job.Model]bool{}
+	for _, w := range workers {
+		for _, m := range w.Worker.Models {
+			waiting[m] = waits
+		}
+	}
+	p.p.observe(now, workers, waiting)
 }
 func (p Pace) Of(m job.Model) float64 { return p.p.of(m) }

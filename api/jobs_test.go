@@ -5,16 +5,19 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/millrace/millrace/api"
+	"github.com/millrace/millrace/internal/blob"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/queue"
 	"github.com/millrace/millrace/internal/results"
@@ -235,6 +238,56 @@ func TestRetriedCreateWithoutKeyIsOneJob(t *testing.T) {
 	e.send("DELETE", "/v1/jobs/"+string(third), "")
 	if again := e.submit(body, "X-Stainless-Retry-Count: 1"); again == third {
 		t.Error("the retry is a job that was deleted")
+	}
+}
+
+// storedBlobs calls stored after each object.
+type storedBlobs struct {
+	blob.Store
+	n      atomic.Int32
+	stored func(n int32)
+}
+
+func (b *storedBlobs) Put(ctx context.Context, name string, r io.Reader) (int64, error) {
+	n, err := b.Store.Put(ctx, name, r)
+	b.stored(b.n.Add(1))
+	return n, err
+}
+
+// TestARefusedSubmitLeavesTheBodyToItsRetry: two of the same bytes are under way, of which the second is a retry and takes over the first one's id. The first is refused, and the second has its body.
+func TestARefusedSubmitLeavesTheBodyToItsRetry(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	e.startWorker(repeat).stop() // the model is known, and all waits
+	e.stopAPI()
+	b := &storedBlobs{Store: e.blobs}
+	e.deps.Blobs = b
+	e.startAPI(api.Config{Limits: results.Limits{Queue: results.Amount{Jobs: 1}}})
+	first := e.submit(jobBody(chat(1, ""), ""))
+	large := jobBody(chat(2, `,"x":"`+strings.Repeat("y", 400<<10)+`"`), "")
+	both, refused := make(chan struct{}), make(chan struct{})
+	retry := make(chan answer, 1)
+	b.stored = func(n int32) {
+		if n == 1 {
+			go func() { retry <- e.send("POST", "/v1/jobs", large, "X-Stainless-Retry-Count: 1") }()
+			<-both
+		} else {
+			close(both)
+			<-refused
+		}
+	}
+	if a := e.send("POST", "/v1/jobs", large); a.status != http.StatusTooManyRequests {
+		t.Errorf("beyond the limit: %d %s", a.status, a.body)
+	}
+	e.send("POST", "/v1/jobs/"+string(first)+"/cancel", "")
+	eventually(t, "there is room", func() bool { return e.send("GET", "/v1/jobs/"+string(first), "").object(t)["status"] == "cancelled" })
+	close(refused)
+	a := <-retry
+	if a.status != http.StatusAccepted {
+		t.Fatalf("the retry: %d %s", a.status, a.body)
+	}
+	if len(e.objects()) != 1 {
+		t.Errorf("the objects are %v", e.objects())
 	}
 }
 

@@ -180,8 +180,8 @@ func (p *pace) tokens(m job.Model, workers []cluster.Member, mean float64) float
 	return jobs * ready / known * mean // nothing is generated, as with embeddings
 }
 
-// observe takes what the workers say now; waits tells whether work waits for a model. A worker of several models counts for each in equal parts.
-func (p *pace) observe(now time.Time, workers []cluster.Member, waits func(job.Model) bool) {
+// observe takes what the workers say now; waiting are the models for which work waits. A worker of several models counts for each in equal parts.
+func (p *pace) observe(now time.Time, workers []cluster.Member, waiting map[job.Model]bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	elapsed := now.Sub(p.last).Seconds()
@@ -198,7 +198,7 @@ func (p *pace) observe(now time.Time, workers []cluster.Member, waits func(job.M
 		if wp == nil { // a worker's first word says nothing about its speed
 			wp = &workerPace{ended: w.Worker.Completed + w.Worker.Failed, generated: w.Worker.Generated, heard: w.Heard}
 		} else {
-			jobs, tokens = wp.hear(w, slices.ContainsFunc(w.Worker.Models, waits))
+			jobs, tokens = wp.hear(w, slices.ContainsFunc(w.Worker.Models, func(m job.Model) bool { return waiting[m] }))
 		}
 		alive[w.ID] = wp
 		share := 1 / float64(len(w.Worker.Models))

@@ -126,8 +126,8 @@ func (s *Server) submit(ctx context.Context, t job.Tenant, sub *submission) (*vi
 	return v, err
 }
 
-func (s *Server) store(client context.Context, t job.Tenant, sub *submission) (v *view, repeated bool, err error) {
-	ctx := context.WithoutCancel(client)
+func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *view, repeated bool, err error) {
+	ctx = context.WithoutCancel(ctx)
 	short, cancel := context.WithTimeout(ctx, submitTimeout)
 	defer cancel()
 	now := s.deps.Results.Now()
@@ -148,8 +148,6 @@ func (s *Server) store(client context.Context, t job.Tenant, sub *submission) (v
 		}
 		takenOver = held
 	}
-	// alone: nobody else can be storing the same id right now, for a client that is still there has not begun to retry.
-	alone := func() bool { return sub.implied && !takenOver && client.Err() == nil }
 	if c := callerOf(ctx); c != nil && sub.refusal == nil { // what repeats an earlier submit was answered above
 		var f *failure
 		if err := s.allow(ctx, c.identity, j.Expected()); errors.As(err, &f) {
@@ -185,10 +183,10 @@ func (s *Server) store(client context.Context, t job.Tenant, sub *submission) (v
 		v, err := s.find(short, t, j.ID)
 		return v, true, err
 	case errors.As(err, &over) && accepted != nil:
-		s.discard(ctx, j, accepted.Since, takenOver, alone())
+		s.discard(ctx, j, accepted.Since, takenOver)
 		return nil, false, s.overLimit(j, over, batched)
 	case errors.As(err, &over):
-		s.withdraw(ctx, j, takenOver, alone())
+		s.releaseKey(ctx, j, takenOver)
 		return nil, false, s.overLimit(j, over, batched)
 	case err != nil:
 		// It may be there or not; nothing is published, so the reconciler will remove it.
@@ -198,7 +196,7 @@ func (s *Server) store(client context.Context, t job.Tenant, sub *submission) (v
 	switch {
 	case err == nil, errors.Is(err, queue.ErrExists):
 	case errors.Is(err, queue.ErrFull), errors.Is(err, queue.ErrRefused):
-		s.discard(ctx, j, accepted.Since, takenOver, alone())
+		s.discard(ctx, j, accepted.Since, takenOver)
 		return nil, false, fmt.Errorf("queueing job %s: %w", j.ID, err)
 	default:
 		// Whether it is stored is not known: the record stays accepting, a retry with the same key publishes the same id again, and the reconciler settles the rest.
@@ -295,7 +293,7 @@ func (s *Server) keysKnown(ctx context.Context) error {
 }
 
 // discard undoes a submit whose message was refused for good. An id that was taken over may have been published by an earlier try: it stays, and the reconciler looks.
-func (s *Server) discard(ctx context.Context, j *job.Job, since job.Millis, takenOver, alone bool) {
+func (s *Server) discard(ctx context.Context, j *job.Job, since job.Millis, takenOver bool) {
 	if takenOver {
 		return
 	}
@@ -308,18 +306,10 @@ func (s *Server) discard(ctx context.Context, j *job.Job, since job.Millis, take
 	if err != nil || !removed {
 		return // somebody took it over meanwhile
 	}
-	s.withdraw(ctx, j, false, alone)
+	s.releaseKey(ctx, j, false)
 }
 
-// withdraw undoes what a submit that was refused has written before its record. Unless it is alone, another try of the same id may be storing the body again right now: it is swept if not.
-func (s *Server) withdraw(ctx context.Context, j *job.Job, takenOver, alone bool) {
-	s.releaseKey(ctx, j, takenOver)
-	if alone {
-		s.dropBlob(ctx, j.Blob)
-	}
-}
-
-// releaseKey unbinds j's key after a submit that came to nothing. Best effort: a key without a record is taken over.
+// releaseKey unbinds j's key after a submit that came to nothing. Best effort: a key without a record is taken over. A large body stays till it is swept: another try of the same id, which may have come meanwhile, stores it under the same name.
 func (s *Server) releaseKey(ctx context.Context, j *job.Job, takenOver bool) {
 	if takenOver {
 		return

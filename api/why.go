@@ -329,15 +329,18 @@ func (s *Server) queueInfo(m job.Model) (cluster.QueueInfo, bool) {
 	return cluster.QueueInfo{}, false
 }
 
-// waits tells whether work waits for the model, by the dispatcher's last word.
-func (s *Server) waits(m job.Model) bool {
-	info, _ := s.queueInfo(m)
-	for _, n := range info.Waiting {
-		if n > 0 {
-			return true
+// waiting are the models for which work waits, by the dispatcher's last word.
+func (s *Server) waiting() map[job.Model]bool {
+	l, _ := s.leader()
+	waiting := make(map[job.Model]bool, len(l.Queues))
+	for _, q := range l.Queues {
+		for _, n := range q.Waiting {
+			if n > 0 {
+				waiting[q.Model] = true
+			}
 		}
 	}
-	return false
+	return waiting
 }
 
 // measure feeds pace each second until ctx ends.
@@ -349,7 +352,7 @@ func (s *Server) measure(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case now := <-t.C:
-			s.pace.observe(now, s.deps.Cluster.Workers(""), s.waits)
+			s.pace.observe(now, s.deps.Cluster.Workers(""), s.waiting())
 		}
 	}
 }

@@ -36,36 +36,65 @@ func EstimateCost(o *Object, body []byte) Cost {
 	return c
 }
 
-// mediaIn finds what stands in a body as base64, in data URLs and under "data" as sound does: how many there are, and how many bytes they take. What is too short to be worth its MediaTokens counts as text.
+// mediaIn finds what stands in a body as base64: data URLs that are the value of "url" or of a name that ends so, or of "file_data", and sound, which is the value of "data". It returns how many there are, and how many bytes they take. What is too
+// short to be worth its MediaTokens counts as text, and so does what holds anything but base64: no text becomes cheap by its beginning.
 func mediaIn(body []byte) (n, size int) {
-	for {
-		_, rest, found := bytes.Cut(body, []byte(`"data`))
-		if !found {
+	for at := 0; ; {
+		i := bytes.Index(body[at:], []byte(`"data`))
+		if i < 0 {
 			return n, size
 		}
-		body = rest
-		if field, ok := bytes.CutPrefix(rest, []byte(`"`)); ok {
-			field, ok = bytes.CutPrefix(bytes.TrimLeft(field, " \t\r\n"), []byte(":"))
-			field = bytes.TrimLeft(field, " \t\r\n")
-			if !ok || !bytes.HasPrefix(field, []byte(`"`)) {
-				continue
-			}
-			rest = field[1:]
-		} else {
-			const head = 128 // a media type and its parameters
-			i := bytes.Index(rest[:min(len(rest), head)], []byte(";base64,"))
-			if i < 0 {
-				continue
-			}
-			rest = rest[i+len(";base64,"):]
+		at += i
+		encoded, ok := mediaAt(body[:at], body[at:])
+		at += len(`"data`)
+		if !ok {
+			continue
 		}
-		length := max(0, bytes.IndexByte(rest, '"'))
-		if Tokens(length) > MediaTokens*BytesPerToken {
+		length := base64Length(encoded)
+		if Tokens(length) > MediaTokens*BytesPerToken && length < len(encoded) && encoded[length] == '"' {
 			n++
 			size += length
 		}
-		body = rest[length:]
+		at = len(body) - len(encoded) + length
 	}
+}
+
+// mediaAt returns what may be base64, and what follows it, of a place where `"data` begins. before is what stands before.
+func mediaAt(before, at []byte) (encoded []byte, ok bool) {
+	const space = " \t\r\n"
+	if field, isName := bytes.CutPrefix(at, []byte(`"data"`)); isName {
+		if field, isName = bytes.CutPrefix(bytes.TrimLeft(field, space), []byte(":")); !isName {
+			return nil, false
+		}
+		return bytes.CutPrefix(bytes.TrimLeft(field, space), []byte(`"`))
+	}
+	before, ok = bytes.CutSuffix(bytes.TrimRight(before, space), []byte(":"))
+	if !ok { // no value, but within a text, or in a list
+		return nil, false
+	}
+	before = bytes.TrimRight(before, space)
+	if !bytes.HasSuffix(before, []byte(`url"`)) && !bytes.HasSuffix(before, []byte(`"file_data"`)) {
+		return nil, false
+	}
+	const head = 128 // a media type and its parameters
+	i := bytes.Index(at[:min(len(at), head)], []byte(";base64,"))
+	if i < 0 || bytes.IndexByte(at[1:i], '"') >= 0 {
+		return nil, false
+	}
+	return at[i+len(";base64,"):], true
+}
+
+// base64Length is how many bytes text begins with that base64 is made of. JSON may write a slash behind a backslash.
+func base64Length(text []byte) int {
+	for i, c := range text {
+		switch {
+		case 'A' <= c && c <= 'Z', 'a' <= c && c <= 'z', '0' <= c && c <= '9', c == '+', c == '/', c == '-', c == '_', c == '=':
+		case c == '\\' && i+1 < len(text) && text[i+1] == '/':
+		default:
+			return i
+		}
+	}
+	return len(text)
 }
 
 // LeastPrompt is the least number of prompt tokens that a body of size bytes can hold.

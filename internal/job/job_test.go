@@ -68,16 +68,24 @@ func TestEstimateCostCountsMediaByTheirNumber(t *testing.T) {
 		media job.Tokens
 		text  int // bytes
 	}{
-		"pictures":             {`[{"url":"data:image/png;base64,` + long + `"},{"url":"data:image/jpeg;charset=x;base64,` + long + `"}]`, 2, 77},
-		"a sound":              {`{"input_audio":{"data" : "` + long + `","format":"wav"}}`, 1, 44},
-		"a small one":          {`{"url":"data:image/png;base64,` + short + `"}`, 0, 132},
-		"a URL":                {`{"url":"https://example.com/` + long + `"}`, 0, 28 + 1<<20 + 2},
-		"a text":               {`{"text":"the data: image/png;base64,` + long + `"}`, 0, 37 + 1<<20 + 2},
-		"a text of that name":  {`{"data":["` + long + `"]}`, 0, 10 + 1<<20 + 3},
-		"one that is cut off":  {`{"url":"data:image/png;base64,` + long, 0, 30 + 1<<20},
-		"names that begin so":  {`{"database":"` + long + `","dataset":1}`, 0, 13 + 1<<20 + 15},
-		"a name and no value":  {`{"data"`, 0, 7},
-		"a mark and no string": {`{"url":"data:`, 0, 13},
+		"pictures":                    {`[{"url":"data:image/png;base64,` + long + `"},{"url" : "data:image/jpeg;charset=x;base64,` + long + `"}]`, 2, 79},
+		"a picture of a response":     {`{"image_url":"data:image/png;base64,` + long + `"}`, 1, 38},
+		"a file":                      {`{"file_data":"data:application/pdf;base64,` + long + `"}`, 1, 44},
+		"a sound":                     {`{"input_audio":{"data" : "` + long + `","format":"wav"}}`, 1, 44},
+		"slashes behind backslashes":  {`{"url":"data:image/png;base64,` + strings.Repeat(`A\/`, 1<<12) + `"}`, 1, 32},
+		"a small one":                 {`{"url":"data:image/png;base64,` + short + `"}`, 0, 132},
+		"a URL":                       {`{"url":"https://example.com/` + long + `"}`, 0, 28 + 1<<20 + 2},
+		"a text":                      {`{"text":"the data: image/png;base64,` + long + `"}`, 0, 37 + 1<<20 + 2},
+		"a text that begins so":       {`{"text":"data:image/png;base64,` + long + `"}`, 0, 31 + 1<<20 + 2},
+		"a prompt that begins so":     {`{"prompt":["data:image/png;base64,` + long + `"]}`, 0, 34 + 1<<20 + 3},
+		"a text with a picture in it": {`{"text":"\"url\":\"data:image/png;base64,` + long + `\""}`, 0, 41 + 1<<20 + 4},
+		"prose behind a mark":         {`{"url":"data:;base64,` + strings.Repeat("many words ", 1<<16) + `"}`, 0, 21 + 11<<16 + 2},
+		"another's mark":              {`{"url":"data","text":";base64,` + long + `"}`, 0, 30 + 1<<20 + 2},
+		"a text of that name":         {`{"data":["` + long + `"]}`, 0, 10 + 1<<20 + 3},
+		"one that is cut off":         {`{"url":"data:image/png;base64,` + long, 0, 30 + 1<<20},
+		"names that begin so":         {`{"database":"` + long + `","dataset":1}`, 0, 13 + 1<<20 + 15},
+		"a name and no value":         {`{"data"`, 0, 7},
+		"a mark and no string":        {`{"url":"data:`, 0, 13},
 	} {
 		got := job.EstimateCost(&job.Object{}, []byte(c.body)).Prompt
 		if want := c.media*job.MediaTokens + job.Tokens((c.text+job.BytesPerToken-1)/job.BytesPerToken); got != want {
