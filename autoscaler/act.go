@@ -235,7 +235,7 @@ func (k *keeper) leave(ctx context.Context, now time.Time, w *worker) bool {
 	}
 	late := now.Sub(w.Stopping.Time()) >= time.Duration(k.pool.Drain)
 	if !empty && !late {
-		if w.beat != nil && w.beat.Worker.State != cluster.Draining {
+		if w.beat != nil && (w.beat.Worker.State != cluster.Draining || !w.limited) { // who drains already may not know for how long it may
 			k.orderDrain(ctx, now, w)
 		}
 		return true
@@ -257,6 +257,7 @@ func (k *keeper) orderDrain(ctx context.Context, now time.Time, w *worker) {
 		return func(context.Context) {
 			w.calling = ""
 			w.next = time.Now().Add(k.a.cfg.Tick) // until its heartbeat says so
+			w.limited = w.limited || err == nil
 			if err != nil && ctx.Err() == nil {
 				k.a.log.Warn("a worker was told to drain and did not answer: telling it again", "pool", k.name(), "worker", w.Name, "err", err)
 			}
@@ -580,7 +581,7 @@ func (k *keeper) giveUp(ctx context.Context, now time.Time, d *scale.Decision) {
 	}
 	for _, name := range slices.Sorted(maps.Keys(k.workers)) {
 		w := k.workers[name]
-		if live > d.Want && !w.asked && w.tries > 0 && w.calling == "" && w.Ready == 0 && w.Stopping == 0 {
+		if live > d.Want && !w.asked && (w.tries > 0 || w.waits != "") && w.calling == "" && w.Ready == 0 && w.Stopping == 0 {
 			if !k.stopping(ctx, now, w) {
 				return
 			}

@@ -2,7 +2,6 @@ package autoscaler_test
 
 import (
 	"testing"
-	"time"
 
 	"github.com/millrace/millrace/autoscaler"
 	"github.com/millrace/millrace/internal/cluster"
@@ -81,7 +80,7 @@ func TestIdleWorkersAreDrainedBeforeTheyAreStopped(t *testing.T) {
 func TestDrainingWorkerMayFinishFirst(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)
-	p := e.pool(nil)
+	e.pool(nil)
 	e.run(autoscaler.Config{})
 	e.wait(1, 50, 0)
 	e.eventually("one is ready", e.ready(1))
@@ -101,9 +100,6 @@ func TestDrainingWorkerMayFinishFirst(t *testing.T) {
 		})
 		return drained || e.cloud.count() == 0
 	})
-	_ = p
 	e.cloud.set(name, func(i *instance) { i.beat.Running = 0 })
 	e.eventually("it is gone", func() bool { return e.cloud.count() == 0 && len(e.launches()) == 0 })
 }
-
-var _ = time.Second

@@ -311,6 +311,8 @@ func (e *env) info(name string) cluster.PoolInfo {
 // cloud is a provider whose workers are heartbeats. It enforces the rules: a worker that has jobs is not stopped, nor one that was not drained.
 type cloud struct {
 	e *env
+	// shared: it does not know which pool an instance is of, as with a workload of Kubernetes.
+	shared bool
 	// elsewhere is another provider, with workers of its own.
 	elsewhere *cloud
 	making    sync.Mutex // held while an instance is made
@@ -366,7 +368,7 @@ func (c *cloud) List(ctx context.Context, p *scale.Pool) ([]provider.Instance, e
 	defer c.mu.Unlock()
 	var all []provider.Instance
 	for _, name := range slices.Sorted(maps.Keys(c.instances)) {
-		if i := c.instances[name]; i.pool == p.Name {
+		if i := c.instances[name]; c.shared || i.pool == p.Name {
 			if n := len(all); n > 0 && c.ordered {
 				all[n-1].After = name
 			}
@@ -393,7 +395,7 @@ func (c *cloud) Start(ctx context.Context, p *scale.Pool, name string, total int
 	c.mu.Lock()
 	there := 0
 	for _, i := range c.instances {
-		if i.pool == p.Name {
+		if c.shared || i.pool == p.Name {
 			there++
 		}
 	}

@@ -153,6 +153,22 @@ func TestStartThatMadeAPartIsAskedForAgain(t *testing.T) {
 	}
 }
 
+// TestAStartThatWaitsAndIsNotWantedAnyMoreIsGivenUp: an image that comes in an hour is no reason to start a worker then.
+func TestAStartThatWaitsAndIsNotWantedAnyMoreIsGivenUp(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	e.pool(nil)
+	e.cloud.onStart = func(string) (bool, error) { return false, &provider.Later{For: "pulling the image x"} }
+	r := e.run(autoscaler.Config{})
+	e.wait(1, 50, 0)
+	e.eventually("it waits", func() bool { return strings.Contains(e.info("p").Reason, "pulling the image x") })
+	e.wait(0, 0, 0)
+	e.eventually("nothing is started any more", func() bool { return e.info("p").Starting == 0 && len(e.launches()) == 0 })
+	if n := r.metric(t, "millrace_autoscaler_failed_starts_total"); n != 0 {
+		t.Errorf("%v failed starts", n)
+	}
+}
+
 // What a start waits for, as an image that is pulled, is told, and is neither a failure nor a part of the cold start, however long it takes; a leader that dies meanwhile changes nothing.
 func TestAStartThatWaitsHasNotFailed(t *testing.T) {
 	t.Parallel()
@@ -633,6 +649,11 @@ func TestWorkerDrainedByHandIsReplaced(t *testing.T) {
 	e.cloud.set(name, func(i *instance) { i.beat.Running = 1 })
 	e.ok(e.seen.OrderDrain(t.Context(), "w-"+name))
 	e.eventually("another one is ready", func() bool { p := e.info("p"); return e.cloud.count() == 2 && p.Ready == 1 && p.Draining == 1 })
+	e.eventually("it is told for how long it may", func() bool {
+		told := false
+		e.cloud.do(func() { told = e.cloud.instances[name].limit > 0 })
+		return told
+	})
 	e.cloud.set(name, func(i *instance) { i.beat.Running = 0 })
 	e.eventually("it is gone", e.ready(1))
 	e.cloud.rules()

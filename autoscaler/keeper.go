@@ -30,7 +30,10 @@ type keeper struct {
 	a     *Autoscaler
 	begun time.Time
 	spec  atomic.Pointer[wish] // set by the leader
-	done  chan struct{}        // closed once a removed pool has nothing left
+	// place is a description of the pool that says where its workers are: it does not change. leaving: they are to go, by the leader's word.
+	place   *scale.Pool
+	leaving atomic.Bool
+	done    chan struct{} // closed once a removed pool has nothing left
 	// calls are those under way; after has what is to be done after them.
 	calls sync.WaitGroup
 	after chan func(context.Context)
@@ -88,6 +91,8 @@ type worker struct {
 	// waits is what it waits for that its start could not be taken on yet, "" if nothing. later: that was so once.
 	waits string
 	later bool
+	// limited: it was told for how long it may drain.
+	limited bool
 	// dead: it is not drained but tidied away, and counts as no worker any more. gone: the provider has none of that name any more.
 	dead, gone bool
 	// told: the provider was told to stop it.
@@ -109,6 +114,14 @@ type worker struct {
 	guessed bool
 }
 
+// wish tells the keeper how the pool shall be now, nil if it was removed.
+func (k *keeper) wish(p *scale.Pool) {
+	if p == nil || !samePlace(k.place, p) {
+		k.leaving.Store(true)
+	}
+	k.spec.Store(&wish{p})
+}
+
 func newKeeper(l *leader, p *scale.Pool, s *learned, launches []ledger.Launch, now time.Time) *keeper {
 	k := &keeper{
 		l: l, a: l.a, begun: now, done: make(chan struct{}), after: make(chan func(context.Context)), pool: p, provider: l.a.deps.Providers[p.Provider], learned: s,
@@ -117,7 +130,9 @@ func newKeeper(l *leader, p *scale.Pool, s *learned, launches []ledger.Launch, n
 	if s != nil && s.Spec != nil && len(launches) > 0 && !samePlace(s.Spec, p) {
 		// Its workers are where the pool was before: they go first.
 		k.pool, k.provider, k.removing = s.Spec, l.a.deps.Providers[s.Spec.Provider], true
+		k.leaving.Store(true)
 	}
+	k.place = k.pool
 	if k.learned == nil {
 		k.learned = &learned{}
 	} else {
@@ -225,6 +240,10 @@ func (k *keeper) report(doing string, err error) bool {
 // turn looks, decides and acts once. It is true once a removed pool has nothing left.
 func (k *keeper) turn(ctx context.Context) bool {
 	k.follow()
+	if other := k.l.ahead(k); other != "" && !k.removing {
+		k.wait(time.Now(), other)
+		return false
+	}
 	if !k.save(ctx, time.Now(), false) {
 		return false // nothing is started whose pool nobody would know after a crash
 	}
@@ -286,6 +305,12 @@ func (k *keeper) follow() {
 		k.learned.Spec = wanted
 		k.savedAt = time.Time{}
 	}
+}
+
+// wait tells that the pool begins later: what the provider lists of its workload are another pool's workers, which would be taken for its own.
+func (k *keeper) wait(now time.Time, other string) {
+	d := scale.Decision{At: now, Pool: k.name(), Action: scale.Unknown, Reason: fmt.Sprintf("its workload is still that of the pool %s, which goes: this one begins when the workers of that are gone", other)}
+	k.tell(now, &d)
 }
 
 // save keeps what was learned, if it is other than what is kept and that is not too young. It is false if the pool's description could not be kept.

@@ -239,7 +239,7 @@ func (l *leader) keep(ctx context.Context, now time.Time) {
 		case <-k.done:
 			delete(l.keepers, name)
 		default:
-			k.spec.Store(&wish{l.pools[name]})
+			k.wish(l.pools[name])
 		}
 	}
 	names := maps.Clone(l.pools)
@@ -255,17 +255,41 @@ func (l *leader) keep(ctx context.Context, now time.Time) {
 			l.unusable[name] = true
 		}
 	}
+	var begun []*keeper
 	for name, p := range names {
 		if p == nil || l.keepers[name] != nil {
 			continue
 		}
 		k := newKeeper(l, p, l.states[name], l.launches[name], now)
-		k.spec.Store(&wish{l.pools[name]})
+		k.wish(l.pools[name])
 		delete(l.states, name) // they are the keeper's now
 		delete(l.launches, name)
 		l.keepers[name] = k
+		begun = append(begun, k)
+	}
+	for _, k := range begun { // all know by now who leaves
 		l.running.Go(func() { k.run(ctx) })
 	}
+}
+
+// ahead is the pool that k's pool has to wait for, since it leaves the workload that both have, "" if there is none.
+func (l *leader) ahead(k *keeper) string {
+	if k.place.Kubernetes == nil {
+		return ""
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for name, other := range l.keepers {
+		select {
+		case <-other.done:
+			continue
+		default:
+		}
+		if other != k && other.leaving.Load() && samePlace(other.place, k.place) {
+			return name
+		}
+	}
+	return ""
 }
 
 // served are the models of all pools.

@@ -389,3 +389,35 @@ func TestNextLeaderKnowsWhatWasLearned(t *testing.T) {
 		t.Errorf("%+v", s.ColdStart)
 	}
 }
+
+// TestAPoolWaitsForTheOneThatLeavesItsWorkload: a pool is removed, and another one made of the same Kubernetes workload while the first one's workers are still there. They are not taken for the second one's, nor its own for the first one's.
+func TestAPoolWaitsForTheOneThatLeavesItsWorkload(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	e.cloud.shared = true
+	e.providers["kubernetes"] = e.cloud
+	of := func(name string) func(*scale.Pool) {
+		return func(p *scale.Pool) {
+			p.Name, p.Provider, p.Kubernetes, p.Engine, p.Min = name, "kubernetes", &scale.Kubernetes{Kind: "Deployment", Name: "w"}, scale.Engine{}, 2
+		}
+	}
+	e.pool(of("p"))
+	e.run(autoscaler.Config{})
+	e.eventually("the first one's workers are there", e.ready(2))
+	e.cloud.each(func(i *instance) { i.beat.Running = 1 })
+	e.ok(e.ledger.DeletePool(t.Context(), "p"))
+	e.pool(of("q"))
+	e.eventually("the second one waits", func() bool {
+		return strings.Contains(e.info("q").Reason, "still that of the pool p") && e.info("p").Draining == 2
+	})
+	if n := e.cloud.count(); n != 2 {
+		t.Errorf("there are %d workers, want those that drain", n)
+	}
+	e.cloud.each(func(i *instance) { i.beat.Running = 0 })
+	e.eventually("the second one has its own workers", func() bool { return e.info("q").Ready == 2 && e.cloud.count() == 2 })
+	for _, name := range e.cloud.names() {
+		if !strings.HasPrefix(name, "q-") {
+			t.Errorf("%s is still there", name)
+		}
+	}
+}
