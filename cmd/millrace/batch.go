@@ -350,7 +350,7 @@ no order; also while the batch still runs. A file of requests is never replaced 
 			if err != nil {
 				return err
 			}
-			to := outFlags{out: name}
+			to := outFlags{out: name}.streams(p)
 			if err := to.claim(p, "", to); err != nil {
 				return err
 			}
@@ -358,7 +358,7 @@ no order; also while the batch still runs. A file of requests is never replaced 
 			if err != nil {
 				return explain(c, err)
 			}
-			if name != "-" {
+			if to.out != "-" {
 				_, err = fmt.Fprintf(p.err, "%s in %s\n", plural(int(n), "line"), name)
 			}
 			return err
@@ -411,6 +411,7 @@ and print its id. With --wait wait for it and fetch its results, as run does. A 
 requests is never replaced by results.`,
 		Example: "  millrace batch retry batch_06f2…\n  millrace batch retry batch_06f2… --wait -o more.jsonl", Args: args(1, 1, "ID"),
 		RunE: func(cmd *cobra.Command, given []string) error {
+			files = files.streams(p)
 			if err := files.check(out); err != nil {
 				return usageError(cmd, err)
 			}

@@ -41,6 +41,26 @@ func spotOf(name string, std any) (spot, error) {
 	return spot{name, path, info}, cause(err)
 }
 
+// streamOf is the standard stream that is open under a name, as under /dev/stdout, nil if none is: it takes what is written after what it has, and must not be replaced. "-" is the standard output.
+func (p *program) streamOf(name string) io.Writer {
+	if name == "-" {
+		return p.out
+	}
+	info, err := os.Stat(name)
+	if err != nil {
+		return nil
+	}
+	if null, err := os.Stat(os.DevNull); err == nil && os.SameFile(info, null) {
+		return nil // where everything goes that nobody wants
+	}
+	for _, std := range []io.Writer{p.out, p.err} {
+		if at, err := spotOf("-", std); err == nil && at.info != nil && os.SameFile(info, at.info) {
+			return std
+		}
+	}
+	return nil
+}
+
 // cause is what is wrong, without a path that another one stands for.
 func cause(err error) error {
 	var at *fs.PathError
@@ -77,7 +97,10 @@ func (f outFlags) claim(p *program, input string, given outFlags) error {
 		if to.name == "" {
 			continue
 		}
-		at, err := spotOf(to.name, p.out)
+		at, err := spotOf(to.name, nil)
+		if std := p.streamOf(to.name); std != nil {
+			at, err = spotOf("-", std)
+		}
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("writing the %s to %s: %w", to.what, to.name, err)
 		}
@@ -109,8 +132,11 @@ const (
 	holdsOther
 )
 
-// maxLook is how much of a first line is read to see what it is, in bytes.
+// maxLook is how much of a first line is read to see what it is, in bytes. A longer one is taken for a request unless it begins as a result.
 const maxLook = 16 << 20
+
+// resultStart is how every line of results begins.
+const resultStart = `{"id":"batch_req_`
 
 func contentOfFile(at spot) content {
 	if !at.plain() {
@@ -126,13 +152,20 @@ func contentOfFile(at spot) content {
 		URL  string          `json:"url"`
 		Body json.RawMessage `json:"body"`
 	}
-	r := bufio.NewReader(io.LimitReader(f, maxLook))
+	limited := &io.LimitedReader{R: f, N: maxLook}
+	r := bufio.NewReader(limited)
 	if mark, _ := r.Peek(3); string(mark) == "\ufeff" {
 		_, _ = r.Discard(3) // they were read
 	}
+	start, _ := r.Peek(len(resultStart)) // it may be shorter
+	ofResults := string(start) == resultStart
 	switch err := json.NewDecoder(r).Decode(&line); {
 	case errors.Is(err, io.EOF):
 		return holdsNothing
+	case errors.Is(err, io.ErrUnexpectedEOF) && limited.N == 0 && !ofResults:
+		return holdsRequests
+	case errors.Is(err, io.ErrUnexpectedEOF) && limited.N == 0:
+		return holdsResults
 	case err != nil, line.ID == "":
 		return holdsOther
 	case line.URL != "" || line.Body != nil:

@@ -16,6 +16,9 @@ const (
 	foreign     = "my notes\n"
 )
 
+// longText is longer than what is looked at.
+var longText = strings.Repeat("x", maxLook)
+
 func put(t *testing.T, dir, name, text string) {
 	t.Helper()
 	if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
@@ -57,6 +60,8 @@ func TestResultsNeverReplaceWhatTheyShouldNot(t *testing.T) {
 		{name: "errors to the input", args: []string{"run", "in.jsonl", "--errors", "in.jsonl"}, code: exitUsage, want: "errors would replace the requests"},
 		{name: "errors to the input by default", there: map[string]string{"x.errors.jsonl": threeLines}, args: []string{"run", "x.errors.jsonl", "-o", "x.jsonl"}, code: exitUsage, want: "x.errors.jsonl is the input"},
 		{name: "other requests", there: map[string]string{"b.jsonl": "\ufeff\n" + requestLine}, args: []string{"run", "in.jsonl", "-o", "b.jsonl"}, code: exitUsage, want: "b.jsonl holds some"},
+		{name: "other requests of which the first is long", there: map[string]string{"b.jsonl": `{"custom_id":"r","body":"` + longText + `"}` + "\n"}, args: []string{"run", "in.jsonl", "-o", "b.jsonl"}, code: exitUsage, want: "b.jsonl holds some"},
+		{name: "long requests under a default name", there: map[string]string{"in.output.jsonl": `{"custom_id":"r","body":"` + longText + `"}` + "\n"}, args: []string{"run", "in.jsonl"}, code: exitUsage, want: "in.output.jsonl holds some"},
 		{name: "requests of a batch that is resumed", args: []string{"run", "--resume", "batch_1", "-o", "in.jsonl"}, code: exitUsage, want: "in.jsonl holds some"},
 		{name: "requests of a batch whose results are read", args: []string{"results", "batch_1", "-o", "in.jsonl"}, code: exitUsage, want: "in.jsonl holds some"},
 		{name: "requests of a batch that is retried", args: []string{"retry", "batch_1", "--wait", "-o", "in.jsonl"}, code: exitUsage, want: "in.jsonl holds some"},
@@ -152,6 +157,10 @@ func TestFilesOfEarlierRunsAreReplaced(t *testing.T) {
 		},
 		{name: "an errors file that was asked for is there though nothing failed", args: []string{"in.jsonl", "--errors", "e.jsonl"}, want: map[string]string{"e.jsonl": ""}},
 		{name: "something else under a default name, when it is named", there: map[string]string{"in.errors.jsonl": foreign}, args: []string{"in.jsonl", "--errors", "in.errors.jsonl"}, want: map[string]string{"in.errors.jsonl": ""}},
+		{
+			name: "of long lines", there: map[string]string{"in.output.jsonl": `{"id":"batch_req_1","custom_id":"r","response":"` + longText + `"}` + "\n"}, args: []string{"in.jsonl"},
+			want: map[string]string{"in.output.jsonl": f.files["file-out"]},
+		},
 		{name: "both to a device", args: []string{"in.jsonl", "-o", "/dev/null", "--errors", "/dev/./null"}, want: map[string]string{}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

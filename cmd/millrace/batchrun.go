@@ -55,6 +55,7 @@ The exit code is 0 if all lines completed, 3 if some did not.`,
 			if (len(given) == 1) == (resume != "") {
 				return usageError(cmd, errors.New("name either a FILE or a batch with --resume"))
 			}
+			files = files.streams(p)
 			if err := errors.Join(what.check(), files.check(out)); err != nil {
 				return usageError(cmd, err)
 			}
@@ -65,7 +66,7 @@ The exit code is 0 if all lines completed, 3 if some did not.`,
 			ctx := cmd.Context()
 			r := &batchRun{p: p, c: c, given: files, flags: conn.given(p), out: out, tell: newTeller(ctx, p.err)}
 			if resume != "" {
-				r.files = files.of(resume)
+				r.files = files.of(resume).streams(p)
 				if err := r.files.claim(p, "", files); err != nil {
 					return err
 				}
@@ -75,7 +76,7 @@ The exit code is 0 if all lines completed, 3 if some did not.`,
 				}
 				return explain(c, r.finish(ctx, b))
 			}
-			r.files = files.of(given[0])
+			r.files = files.of(given[0]).streams(p)
 			if r.files.out == "-" && out.json() {
 				return usageError(cmd, errors.New("the results and the batch cannot both go to the standard output: name a file for the results with -o"))
 			}
@@ -119,10 +120,15 @@ func (f *outFlags) check(out output) error {
 	if f.errors == "-" {
 		return errors.New("errors must be a file")
 	}
-	if f.out != "" && f.out != "-" && f.out == f.errors {
-		return fmt.Errorf("the results and the errors cannot both go to %s", f.out)
-	}
 	return errors.Join(fileName("out", f.out), fileName("errors", f.errors))
+}
+
+// streams puts "-" for a name under which the standard output is open, as /dev/stdout.
+func (f outFlags) streams(p *program) outFlags {
+	if p.streamOf(f.out) == p.out {
+		f.out = "-"
+	}
+	return f
 }
 
 // fileName refuses what was surely meant for --output.
@@ -479,20 +485,56 @@ func waitBatch(ctx context.Context, c *client.Client, b *client.Batch, tell *tel
 	return b, nil
 }
 
-// errorCount counts the lines of an error file, by what went wrong.
+// errorCount counts the lines of an error file that is written to it, by what went wrong.
 type errorCount struct {
-	lines int64
 	codes map[string]int64
+	part  []byte // of a line whose end has not come yet
+}
+
+func (n *errorCount) Write(p []byte) (int, error) {
+	for rest := p; ; {
+		piece, after, ended := bytes.Cut(rest, []byte("\n"))
+		n.part = append(n.part, piece...)
+		if !ended {
+			return len(p), nil
+		}
+		n.count(n.part)
+		n.part, rest = n.part[:0], after
+	}
+}
+
+func (n *errorCount) count(text []byte) {
+	var line struct {
+		Response *struct {
+			StatusCode int `json:"status_code"`
+		} `json:"response"`
+		Error *job.Error `json:"error"`
+	}
+	code := "unknown"
+	if json.Unmarshal(text, &line) == nil {
+		if line.Response != nil {
+			code = fmt.Sprintf("status %d", line.Response.StatusCode)
+		} else if c := line.Error.CodeOf(); c != "" {
+			code = string(c)
+		}
+	}
+	if len(n.codes) < 100 || n.codes[code] > 0 {
+		n.codes[code]++
+	}
 }
 
 // fetch writes the batch's files to where they belong.
 func (r *batchRun) fetch(ctx context.Context, b *client.Batch) (errorCount, error) {
-	for _, f := range []struct{ id, name, given, what string }{{b.OutputFileID, r.files.out, r.given.out, "results"}, {b.ErrorFileID, r.files.errors, r.given.errors, "errors"}} {
+	failed := errorCount{codes: make(map[string]int64)}
+	for _, f := range []struct {
+		id, name, given, what string
+		also                  io.Writer
+	}{{b.OutputFileID, r.files.out, r.given.out, "results", io.Discard}, {b.ErrorFileID, r.files.errors, r.given.errors, "errors", &failed}} {
 		switch {
 		case f.id != "":
 			s := r.tell.stage(0)
 			_, err := writeFile(r.p, f.name, func(w io.Writer) (int64, error) {
-				return r.c.Download(ctx, f.id, w, func(done, total int64) {
+				return r.c.Download(ctx, f.id, io.MultiWriter(w, f.also), func(done, total int64) {
 					s.of(total)
 					s.at(time.Now(), done, "fetching the "+f.what, bytesOf(done, total))
 				})
@@ -501,7 +543,7 @@ func (r *batchRun) fetch(ctx context.Context, b *client.Batch) (errorCount, erro
 			if err != nil {
 				return errorCount{}, fmt.Errorf("fetching the %s: %w", f.what, err)
 			}
-		case f.name == "-" || b.Status == client.BatchFailed:
+		case b.Status == client.BatchFailed || r.p.streamOf(f.name) != nil:
 		case f.given != "":
 			if _, err := writeFile(r.p, f.name, func(io.Writer) (int64, error) { return 0, nil }); err != nil {
 				return errorCount{}, fmt.Errorf("emptying the %s: %w", f.what, err)
@@ -513,10 +555,7 @@ func (r *batchRun) fetch(ctx context.Context, b *client.Batch) (errorCount, erro
 			}
 		}
 	}
-	if b.ErrorFileID == "" {
-		return errorCount{}, nil
-	}
-	return countErrors(r.files.errors)
+	return failed, nil
 }
 
 // removeResults removes a plain file that holds lines of a batch, or nothing, if there is one.
@@ -531,10 +570,10 @@ func removeResults(name string) error {
 	return os.Remove(name)
 }
 
-// writeFile has write fill a file, which appears under its name when it is whole. - is the standard output.
+// writeFile has write fill a file, which appears under its name when it is whole. What is open as a standard stream is written to as that.
 func writeFile(p *program, name string, write func(io.Writer) (int64, error)) (int64, error) {
-	if name == "-" {
-		return write(p.out)
+	if std := p.streamOf(name); std != nil {
+		return write(std)
 	}
 	target := name
 	if at, err := filepath.EvalSymlinks(name); err == nil {
@@ -562,41 +601,6 @@ func writeFile(p *program, name string, write func(io.Writer) (int64, error)) (i
 		return n, fmt.Errorf("writing %s: %w", name, err)
 	}
 	return n, nil
-}
-
-// countErrors reads an error file.
-func countErrors(name string) (errorCount, error) {
-	f, err := os.Open(name)
-	if err != nil {
-		return errorCount{}, fmt.Errorf("reading the errors: %w", err)
-	}
-	defer f.Close() //nolint:errcheck // it is only read
-	n := errorCount{codes: make(map[string]int64)}
-	dec := json.NewDecoder(bufio.NewReader(f))
-	for {
-		var line struct {
-			Response *struct {
-				StatusCode int `json:"status_code"`
-			} `json:"response"`
-			Error *job.Error `json:"error"`
-		}
-		switch err := dec.Decode(&line); {
-		case errors.Is(err, io.EOF):
-			return n, nil
-		case err != nil:
-			return n, fmt.Errorf("reading the errors: %w", err)
-		}
-		n.lines++
-		code := "unknown"
-		if line.Response != nil {
-			code = fmt.Sprintf("status %d", line.Response.StatusCode)
-		} else if c := line.Error.CodeOf(); c != "" {
-			code = string(c)
-		}
-		if len(n.codes) < 100 || n.codes[code] > 0 {
-			n.codes[code]++
-		}
-	}
 }
 
 func (n errorCount) String() string {
@@ -666,7 +670,11 @@ func (r *batchRun) verdict(b *client.Batch) error {
 	case b.Status == client.BatchFailed:
 		return &exitError{exitJob, fmt.Errorf("%s was refused and nothing ran: correct the file, and check it with `millrace batch validate`", b.ID)}
 	default:
-		return &exitError{exitJob, fmt.Errorf("%s of %s did not complete: %s says why; `millrace batch retry%s %s --wait` runs them again",
-			count(n.Total-n.Completed), plural(int(n.Total), "line"), r.files.errors, r.flags, b.ID)}
+		why := ""
+		if at, err := spotOf(r.files.errors, nil); err == nil && at.plain() && r.p.streamOf(r.files.errors) == nil { // what went elsewhere is not there to be read
+			why = r.files.errors + " says why; "
+		}
+		return &exitError{exitJob, fmt.Errorf("%s of %s did not complete: %s`millrace batch retry%s %s --wait` runs them again",
+			count(n.Total-n.Completed), plural(int(n.Total), "line"), why, r.flags, b.ID)}
 	}
 }

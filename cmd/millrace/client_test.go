@@ -11,6 +11,9 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/millrace/millrace/internal/client"
+	"github.com/millrace/millrace/internal/job"
 )
 
 const (
@@ -249,5 +252,18 @@ func TestHealthAsksTheRouteOfTheEnvironment(t *testing.T) {
 	r := millrace(t, map[string]string{"MILLRACE_HEALTH_URL": srv.URL + "/bad"}, "", "health")
 	if r.code != exitFailed || !strings.Contains(r.err, "not ready") || !strings.Contains(r.err, "503") {
 		t.Errorf("got %+v", r)
+	}
+}
+
+func TestATenantThatWasDeletedIsNotSaidToBeChangeable(t *testing.T) {
+	t.Parallel()
+	for message, hinted := range map[string]bool{
+		"There is a tenant \"zz\" already: change it by PATCH.":                                  true,
+		"There was a tenant \"zz\", which was deleted, and no id is used twice: choose another.": false,
+	} {
+		err := explain(nil, &client.Error{Status: http.StatusConflict, Code: job.CodeTenantExists, Message: message})
+		if strings.Contains(err.Error(), "`millrace tenants update`") != hinted {
+			t.Errorf("hinted %v: %v", !hinted, err)
+		}
 	}
 }
