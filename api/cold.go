@@ -128,9 +128,12 @@ func (s *Server) unavailable(m job.Model, now time.Time) (why string, next time.
 	return forStrangers(p.failure), next
 }
 
-// hopeless is what a call is told that was let in and that nobody has taken, once no worker of its model can be started; nil while one is ready or may be. A start that is under way may succeed, and is tried for the sake of those who wait.
-// What is heard right after the connection came back may not be all yet.
+// hopeless is what a call is told that was let in and that nobody has taken, once there is no worker of its model, and none can be started; nil while there is one, which may come to be ready (again), or end what it has, or may be. A start that is under
+// way may succeed, and is tried for the sake of those who wait. What is heard right after the connection came back may not be all yet.
 func (s *Server) hopeless(m job.Model, now time.Time) *failure {
+	if len(s.deps.Cluster.Workers(m)) > 0 {
+		return nil
+	}
 	why, next := s.unavailable(m, now)
 	starts := func(p cluster.PoolInfo) bool { return p.Starting > 0 }
 	if why == "" || slices.ContainsFunc(s.pools(m), starts) || s.deps.Cluster.Listening(s.started) <= settleTime {

@@ -114,3 +114,18 @@ func TestTrafficOfTooManyModelsTellsThoseThatAreAlive(t *testing.T) {
 		t.Errorf("%d models, then from %d to %d", len(got), len(got[1].Model), len(got[len(got)-1].Model))
 	}
 }
+
+// Hopeless tells whether held calls of a model are without hope now.
+func (s *Server) Hopeless(m job.Model) bool { return s.hopeless(m, time.Now()) != nil }
+
+// TestHeldCallIsEndedOnlyAfterItHasBeenHopelessForLong: what passes ends no call.
+func TestHeldCallIsEndedOnlyAfterItHasBeenHopelessForLong(t *testing.T) {
+	t.Parallel()
+	c, now := &call{}, time.Unix(1000, 0)
+	for at := range 30 {
+		hopeless := at >= 4 && at != 13 // when a worker is there for a moment
+		if got, want := c.despair(hopeless, now.Add(time.Duration(at)*time.Second)), at >= 24; got != want {
+			t.Errorf("after %d s it is ended: %t", at, got)
+		}
+	}
+}

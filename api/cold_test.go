@@ -270,6 +270,27 @@ func TestHeldCallsAreToldOnceNoWorkerCanBeStarted(t *testing.T) {
 	}
 }
 
+// TestHeldCallsWaitForWhateverWorkerThereIs: it may come to be ready again, or end what it has. New ones are refused meanwhile.
+func TestHeldCallsWaitForWhateverWorkerThereIs(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	set := e.poolOf(cluster.PoolInfo{Max: 2, Wanted: 2, Unavailable: "no image", RetryAt: in(60 * time.Second)})
+	eventually(t, "without a worker there is no hope", func() bool { return e.server.Hopeless(model) })
+	for _, state := range []cluster.WorkerState{cluster.Ready, cluster.Unready, cluster.Stalled, cluster.Draining, cluster.Starting} {
+		set(workerBeat("w", cluster.WorkerInfo{State: state}))
+		eventually(t, "it is heard", func() bool {
+			workers := e.cluster.Workers(model)
+			return len(workers) == 1 && workers[0].Worker.State == state
+		})
+		if e.server.Hopeless(model) {
+			t.Errorf("a worker is %s, and the held calls are told that there can be none", state)
+		}
+		if state == cluster.Unready {
+			e.send("POST", "/v1/chat/completions", chat(2, "")).wantError(t, http.StatusServiceUnavailable, job.CodeModelUnavailable, "")
+		}
+	}
+}
+
 // TestAStandbyAutoscalerIsNotBelieved: only the leader knows what its pools do.
 func TestAStandbyAutoscalerIsNotBelieved(t *testing.T) {
 	t.Parallel()

@@ -34,7 +34,19 @@ type call struct {
 	deaths      int
 	silentSince time.Time // when the holder was first missed
 	brokenSince time.Time // when nobody was first seen to hold a call whose stream the client has begun to get
+	hopelessAt  time.Time // since when each look found that no worker can be started for it
 	published   time.Time
+}
+
+// despair notes whether a call is hopeless now, and tells whether it has been so at each look for long enough: one that was let in is not ended for what passes.
+func (c *call) despair(hopeless bool, now time.Time) bool {
+	switch {
+	case !hopeless:
+		c.hopelessAt = time.Time{}
+	case c.hopelessAt.IsZero():
+		c.hopelessAt = now
+	}
+	return hopeless && now.Sub(c.hopelessAt) >= hopelessFor
 }
 
 // held are the calls of this process.
@@ -406,11 +418,12 @@ func (a *liveAnswer) flush() error {
 
 // --- looking after held calls ---
 
-// How often held calls are looked at; how long a holder may be missing before it counts as dead without a word of its death; and after what time an unclaimed call's
+// How often held calls are looked at; how long a holder may be missing before it counts as dead without a word of its death; for how long no worker can be started before those that wait for one are told; and after what time an unclaimed call's
 // message is published again in case its stream was lost without this process noticing (that it is there still is no error).
 const (
 	heldPeriod      = time.Second
 	holderMissing   = 5 * time.Second
+	hopelessFor     = 10 * time.Second
 	republishPeriod = 30 * time.Second
 	republishMost   = 200
 )
@@ -505,7 +518,7 @@ func (s *Server) lookAtHeld(ctx context.Context, now time.Time, again bool) {
 				f = s.hopeless(m, now)
 				hopeless[m] = f
 			}
-			if f != nil && !call.shown.Load() {
+			if call.despair(f != nil, now) && !call.shown.Load() {
 				call.stop(f)
 				continue
 			}
@@ -519,7 +532,7 @@ func (s *Server) lookAtHeld(ctx context.Context, now time.Time, again bool) {
 				}
 			}
 		case s.deps.Cluster.Alive(string(holder)):
-			call.silentSince, call.brokenSince = time.Time{}, time.Time{}
+			call.silentSince, call.brokenSince, call.hopelessAt = time.Time{}, time.Time{}, time.Time{}
 		case call.silentSince.IsZero():
 			call.silentSince = now
 		case now.Sub(call.silentSince) > holderMissing:

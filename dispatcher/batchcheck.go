@@ -28,7 +28,7 @@ func indexBlob(id string) string { return batch.IndexPrefix + id }
 func (r *running) validate(ctx context.Context) error {
 	row := r.now()
 	if r.unknown != "" { // before all is read again
-		if _, err := r.v.d.knows(ctx, r.unknown); err != nil {
+		if _, err := r.knows(ctx, &row, r.unknown); err != nil {
 			return err
 		}
 	}
@@ -137,7 +137,7 @@ func (r *running) usable(ctx context.Context, row *ledger.Batch, failed *error) 
 			known = false
 		} else if *failed == nil {
 			var err error
-			if known, err = r.v.d.knows(ctx, m); err != nil {
+			if known, err = r.knows(ctx, row, m); err != nil {
 				*failed, known, r.unknown = err, true, m
 			}
 		}
@@ -150,6 +150,15 @@ func (r *running) usable(ctx context.Context, row *ledger.Batch, failed *error) 
 
 // errLearning: a worker starts that may come to serve the model.
 var errLearning = errors.New("a worker starts whose engine has not told yet what it serves")
+
+// knows is the dispatcher's knows, for a batch: once its time is over, no worker is waited for.
+func (r *running) knows(ctx context.Context, row *ledger.Batch, m job.Model) (bool, error) {
+	known, err := r.v.d.knows(ctx, m)
+	if errors.Is(err, errLearning) && r.v.d.deps.Results.Now() >= row.Expires {
+		return false, nil
+	}
+	return known, err
+}
 
 // knows tells whether a model exists: a worker serves it or did within the last day, or it has a queue. A process that has just started, or been cut off, is given time to hear of it.
 func (d *Dispatcher) knows(ctx context.Context, m job.Model) (bool, error) {

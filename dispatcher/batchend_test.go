@@ -241,7 +241,7 @@ func TestBatchWhoseLinesAllFail(t *testing.T) {
 	}
 }
 
-// TestBatchOfAnUnknownModelWaitsForTheWorkersThatStart: as long as one does not know what it will serve, and no longer. A batch that waits holds up no other, and can be cancelled.
+// TestBatchOfAnUnknownModelWaitsForTheWorkersThatStart: as long as one does not know what it will serve and its window lasts, and no longer. A batch that waits holds up no other, and can be cancelled.
 func TestBatchOfAnUnknownModelWaitsForTheWorkersThatStart(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)
@@ -255,11 +255,15 @@ func TestBatchOfAnUnknownModelWaitsForTheWorkersThatStart(t *testing.T) {
 	e.until("the worker is heard", l.cluster.Learning)
 	late, never := e.batch(e.upload(requests(3, "late", model))), e.batch(e.upload(requests(3, model, "never")))
 	dropped := e.batch(e.upload(requests(1, "never")))
+	short := e.batch(e.upload(requests(1, "never")), func(b *ledger.Batch) { b.Expires = b.Created + 6000 })
 	e.until("it would be known what there is", func() bool { return l.cluster.Listening(time.Time{}) > 5*time.Second })
 	e.crew(model, 1, nil)
 	e.batchEnds(e.batch(e.upload(requests(2))), ledger.Completed)
 	e.cancelBatch(dropped)
 	e.batchEnds(dropped, ledger.Cancelled)
+	if row := e.batchEnds(short, ledger.Failed); row.Failed < short.Expires || len(row.Errors) != 1 || row.Errors[0].Code != job.CodeModelNotFound {
+		t.Errorf("row of one whose window is over %+v", row)
+	}
 	for _, b := range []*ledger.Batch{late, never} {
 		if row := e.row(b); row.Status != ledger.Validating {
 			t.Fatalf("a batch is %s: %+v", row.Status, row.Errors)

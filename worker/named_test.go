@@ -64,3 +64,36 @@ func TestModelsAreNamedBeforeTheyAreServed(t *testing.T) {
 		t.Errorf("b was first seen at %d, and now at %d", created, now)
 	}
 }
+
+// TestModelsThatTheEngineHasNotAreNotNamed: the worker takes back what the operator has named once the engine lists others. One that lists none yet may be about to get it.
+func TestModelsThatTheEngineHasNotAreNotNamed(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, 5*time.Second)
+	var list atomic.Value
+	list.Store("")
+	eng := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if data := list.Load().(string); r.URL.Path == "/v1/models" && data != "" {
+			_, _ = io.WriteString(w, `{"object":"list","data":`+data+`}`)
+			return
+		}
+		w.WriteHeader(http.StatusServiceUnavailable)
+	}))
+	t.Cleanup(eng.Close)
+	p := e.start(eng.URL, generic, func(c *workerConfig) { c.Models = []job.Model{"typo"} })
+	for _, step := range []struct {
+		data     string
+		models   []job.Model
+		learning bool
+	}{
+		{"", []job.Model{"typo"}, false},
+		{`[]`, nil, true},
+		{`[{"id":"a"}]`, nil, false},
+		{`[{"id":"a"},{"id":"typo"}]`, []job.Model{"typo"}, false},
+	} {
+		list.Store(step.data)
+		e.until("it names what it may come to serve where the engine lists "+step.data, func() bool {
+			w := e.heard(p)
+			return w.State == cluster.Starting && slices.Equal(w.Models, step.models) && e.cluster.Learning() == step.learning && len(e.cluster.Known()) == len(step.models)
+		})
+	}
+}

@@ -131,7 +131,7 @@ func (w *Worker) beat() cluster.Heartbeat {
 	return cluster.Heartbeat{
 		ID: string(w.id), Role: cluster.RoleWorker, Version: w.deps.Version, Host: w.host, Started: w.begun.UnixMilli(), Epoch: w.deps.Process,
 		Worker: &cluster.WorkerInfo{
-			Name: w.cfg.Name, State: state, Reason: reason, Models: models, Engine: string(w.kind),
+			Name: w.cfg.Name, State: state, Reason: reason, Models: models, NoneWanted: w.others && len(models) == 0, Engine: string(w.kind),
 			Capacity: s.Capacity, Used: s.Used, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largestLocked(""), Level: s.Level, Running: s.Running, InHand: s.InHand,
 			Load: finite(s.Load), TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake, Yields: w.yielding(),
 			ChatOnly:   w.chatOnly(models),

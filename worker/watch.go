@@ -114,10 +114,12 @@ func (w *Worker) prepare(ctx context.Context, serve func(job.Model) context.Canc
 		return err
 	}
 	models, err := w.listModels(short)
+	if err == nil || errors.Is(err, errNoModels) || errors.Is(err, errNoneWanted) {
+		w.name(models, errors.Is(err, errNoneWanted))
+	}
 	if err != nil {
 		return err
 	}
-	w.name(models)
 	load, err := w.load(ctx)
 	if err != nil && (!w.seen() || !noAnswer(err)) { // metrics that keep silent stop nothing: the ledger knows the capacity of before
 		return err
@@ -137,34 +139,40 @@ func (w *Worker) prepare(ctx context.Context, serve func(job.Model) context.Canc
 	return nil
 }
 
+// Why there is nothing to serve, though the engine has listed its models. One that has none may be about to get some.
+var (
+	errNoModels   = errors.New("the engine serves no models")
+	errNoneWanted = errors.New("the engine serves none of the wanted models")
+)
+
 // listModels lists the models to serve, at least one.
 func (w *Worker) listModels(ctx context.Context) ([]engine.ModelInfo, error) {
 	models, err := w.deps.Engine.Models(ctx)
 	if err != nil {
 		return nil, err
 	}
+	if len(models) == 0 {
+		return nil, errNoModels
+	}
 	if len(w.cfg.Models) > 0 {
 		models = slices.DeleteFunc(models, func(m engine.ModelInfo) bool { return !slices.Contains(w.cfg.Models, m.Model) })
 	}
-	switch {
-	case len(models) > 0:
-		return models, nil
-	case len(w.cfg.Models) > 0:
-		return nil, fmt.Errorf("the engine serves none of the wanted models %v", w.cfg.Models)
-	default:
-		return nil, errors.New("the engine serves no models")
+	if len(models) == 0 {
+		return nil, fmt.Errorf("%w %v", errNoneWanted, w.cfg.Models)
 	}
+	return models, nil
 }
 
 // name tells the others at once which models there will be, before the engine has proved that it serves them: what asks for them is then held, and what asks for others is refused.
-func (w *Worker) name(models []engine.ModelInfo) {
+// others: there will be none, as the engine serves only such as are not wanted.
+func (w *Worker) name(models []engine.ModelInfo, others bool) {
 	named := make([]job.Model, len(models))
 	for i, m := range models {
 		named[i] = m.Model
 	}
 	w.mu.Lock()
-	news := w.state == cluster.Starting && !slices.Equal(w.named, named)
-	w.named = named
+	news := w.state == cluster.Starting && (!slices.Equal(w.named, named) || w.others != others)
+	w.named, w.others = named, others
 	w.mu.Unlock()
 	if news {
 		w.deps.Cluster.Nudge()

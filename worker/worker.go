@@ -63,6 +63,7 @@ type Worker struct {
 	kind     engine.Kind
 	models   map[job.Model]*served
 	named    []job.Model // those that it will serve, as far as it is known before they are served
+	others   bool        // the engine serves models, and none of those that are wanted
 	source   string
 	rank     job.Tokens                         // the capacity of the largest
 	attempts map[job.ID]context.CancelCauseFunc // one for each job that runs, or is about to be claimed

@@ -32,6 +32,8 @@ func (r *Registry) Counts(now time.Time, id string, from time.Time) bool {
 	return r.r.counts(now, id, from)
 }
 
+func (r *Registry) Learning(now time.Time) bool { return r.r.learning(now) }
+
 // Size is how many members are kept.
 func (r *Registry) Size() int { return len(r.r.members) }
 

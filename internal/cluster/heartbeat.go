@@ -93,10 +93,12 @@ type WorkerInfo struct {
 	State  WorkerState `json:"state"`
 	Reason string      `json:"reason,omitempty"`
 	// Models that it serves; while it starts those that it is sure to, none if it does not know yet.
-	Models   []job.Model `json:"models"`
-	Engine   string      `json:"engine"` // kind
-	Capacity job.Tokens  `json:"kv_capacity"`
-	Used     job.Tokens  `json:"kv_used"`
+	Models []job.Model `json:"models"`
+	// NoneWanted: it has none, and will hardly have any, as the engine serves others than those that it is to serve.
+	NoneWanted bool       `json:"none_wanted,omitempty"`
+	Engine     string     `json:"engine"` // kind
+	Capacity   job.Tokens `json:"kv_capacity"`
+	Used       job.Tokens `json:"kv_used"`
 	// Free is what may still be granted: less than what is not used, by a reserve.
 	Free job.Tokens `json:"kv_free"`
 	// Source of Capacity: "engine" or "estimated".

@@ -17,8 +17,10 @@ import (
 const (
 	// rememberFor is how long a model is known after it was last served.
 	rememberFor = 24 * time.Hour
-	// learnsWithin is after how long a worker that starts, and still does not know its models, is not waited for any more: no engine takes so long to load.
+	// learnsWithin is after how long a worker that starts, and still does not know its models, is not waited for any more: no engine takes so long to load. It is, too, for how long workers are waited for that start again and again;
+	// learnsGap without one ends that.
 	learnsWithin = time.Hour
+	learnsGap    = time.Minute
 	// rereadEvery is how often the bucket is read anew while it is followed: that drops what it forgot, and bounds how long a follower is blind that lost the bucket unnoticed.
 	rereadEvery = time.Minute
 )
@@ -152,14 +154,24 @@ func (c *Cluster) Known() []KnownModel {
 	return list
 }
 
-// Learning tells whether a live worker starts that does not know yet which models it will serve: one that nobody knows may come to be known.
+// Learning tells whether a live worker starts that does not know yet which models it will serve: one that nobody knows may come to be known. It tells so for an hour at most: of each worker, and as long as there is always one, since this process first heard of one.
 func (c *Cluster) Learning() bool {
-	for _, m := range c.Workers("") {
-		if w := m.Worker; w.State == Starting && len(w.Models) == 0 && time.Since(time.UnixMilli(int64(w.StateSince*1000))) < learnsWithin {
-			return true
-		}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.registry.learning(time.Now())
+}
+
+func (r *registry) learning(now time.Time) bool {
+	if now.Sub(r.learns) >= learnsWithin {
+		return false
 	}
-	return false
+	return slices.ContainsFunc(r.alive(), func(m Member) bool { return learns(m.Heartbeat, now) })
+}
+
+// learns tells whether a heartbeat is that of a worker that may come to know its models.
+func learns(b Heartbeat, now time.Time) bool {
+	w := b.Worker
+	return b.Role == RoleWorker && w != nil && w.State == Starting && len(w.Models) == 0 && !w.NoneWanted && now.Sub(time.UnixMilli(int64(w.StateSince*1000))) < learnsWithin
 }
 
 // followModels keeps c.models as the bucket has it, until ctx ends. It closes first once it was read for the first time.

@@ -29,6 +29,8 @@ type registry struct {
 	own       map[string]bool    // Heartbeat.Epoch of this process
 	connected bool
 	since     time.Time // of the connection, or when this process went on after it had been stopped
+	// learns is since when there is a worker that does not know its models yet, without a pause longer than learnsGap, learnsHeard when one was last heard.
+	learns, learnsHeard time.Time
 }
 
 type member struct {
@@ -55,6 +57,12 @@ func (r *registry) hear(now time.Time, b beatMessage) (changed bool) {
 	}
 	m.Member = Member{Heartbeat: b.Heartbeat, Heard: now}
 	m.gone, m.left, m.charged = time.Time{}, false, false
+	if learns(b.Heartbeat, now) {
+		if now.Sub(r.learnsHeard) > learnsGap {
+			r.learns = now
+		}
+		r.learnsHeard = now
+	}
 	if b.Farewell {
 		m.gone, m.left = now, true
 	}

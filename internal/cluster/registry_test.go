@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/job"
 )
 
 // TestWhoDiesWhenAndAtWhoseCharge steps through 60 s of heartbeats, a tick each 100 ms. Each member beats once a second at its own phase, while its row says so.
@@ -250,4 +251,36 @@ func TestTheLargestWorkerOfADayIsRemembered(t *testing.T) {
 			t.Errorf("%s: largest seen %d, want %d\n%s", row.name, seen, row.largestSeen, d)
 		}
 	}
+}
+
+// TestWorkersThatNeverLearnTheirModelsAreWaitedForAnHour, in all: also where one dies each minute, and the next comes. A minute without any begins anew.
+func TestWorkersThatNeverLearnTheirModelsAreWaitedForAnHour(t *testing.T) {
+	t.Parallel()
+	start := time.Unix(1_000_000, 0)
+	r := cluster.NewRegistry(start, "me")
+	beat := func(at time.Duration, id string, since time.Duration, w cluster.WorkerInfo) {
+		w.State, w.StateSince = cluster.Starting, float64(start.Add(since).Unix())
+		r.Hear(start.Add(at), cluster.Heartbeat{ID: id, Role: cluster.RoleWorker, Epoch: id, Worker: &w}, false)
+	}
+	check := func(at time.Duration, want bool) {
+		t.Helper()
+		if got := r.Learning(start.Add(at)); got != want {
+			t.Errorf("after %s a worker is waited for: %t", at, got)
+		}
+	}
+	beat(0, "known", 0, cluster.WorkerInfo{Models: []job.Model{"m"}})
+	beat(0, "others", 0, cluster.WorkerInfo{NoneWanted: true})
+	beat(0, "old", -2*time.Hour, cluster.WorkerInfo{})
+	check(0, false)
+	for at := time.Duration(0); at < 90*time.Minute; at += 30 * time.Second {
+		id := fmt.Sprint("w", at/time.Minute)
+		beat(at, id, at.Truncate(time.Minute), cluster.WorkerInfo{})
+		check(at, at < time.Hour)
+		if at%time.Minute != 0 {
+			r.Hear(start.Add(at), cluster.Heartbeat{ID: id, Role: cluster.RoleWorker, Epoch: id}, true)
+			check(at, false)
+		}
+	}
+	beat(95*time.Minute, "new", 95*time.Minute, cluster.WorkerInfo{})
+	check(95*time.Minute, true)
 }
