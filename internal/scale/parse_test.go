@@ -415,7 +415,7 @@ func TestSecretsInCommandsAreNotShown(t *testing.T) {
 			[]string{"sh", "-c", `HF_TOKEN=*** API_KEY='***' exec vllm serve m --api-key "***" --port {port} --db-password=***`},
 		},
 		"JSON":           {[]string{"x", "--config", `{"a": 1, "auth_token": "s3cret", "tokens": "2"}`}, []string{"x", "--config", `{"a": 1, "auth_token": "***", "tokens": "2"}`}},
-		"a URL":          {[]string{"x", "--cache", "redis://me:s3cret@host:6379", "http://host:80/@"}, []string{"x", "--cache", "redis://me:***@host:6379", "http://host:80/@"}},
+		"a URL":          {[]string{"x", "--cache", "redis://me:s3cret@host:6379", "http://host:80/"}, []string{"x", "--cache", "redis://me:***@host:6379", "http://host:80/"}},
 		"no secrets":     {[]string{"vllm", "--tokenizer", "t", "--max-num-batched-tokens", "8192", "--ssl-keyfile", "k", "--key", "--x", "***"}, []string{"vllm", "--tokenizer", "t", "--max-num-batched-tokens", "8192", "--ssl-keyfile", "k", "--key", "--x", "***"}},
 		"nothing at all": {[]string{"vllm", "--api-key", ""}, []string{"vllm", "--api-key", ""}},
 	} {
