@@ -379,7 +379,7 @@ func (k *keeper) underWay(kind call) (n int) {
 
 // started takes in what the provider said to a start.
 func (k *keeper) started(ctx context.Context, now time.Time, w *worker, err error) {
-	later, isLater := errors.AsType[*provider.Later](err)
+	later, isLater := errors.AsType[*provider.LaterError](err)
 	switch {
 	case err == nil:
 		w.asked, w.waits = true, ""

@@ -158,7 +158,7 @@ func TestAStartThatWaitsAndIsNotWantedAnyMoreIsGivenUp(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)
 	e.pool(nil)
-	e.cloud.onStart = func(string) (bool, error) { return false, &provider.Later{For: "pulling the image x"} }
+	e.cloud.onStart = func(string) (bool, error) { return false, &provider.LaterError{For: "pulling the image x"} }
 	r := e.run(autoscaler.Config{})
 	e.wait(1, 50, 0)
 	e.eventually("it waits", func() bool { return strings.Contains(e.info("p").Reason, "pulling the image x") })
@@ -179,7 +179,7 @@ func TestAStartThatWaitsHasNotFailed(t *testing.T) {
 	e.cloud.onStart = func(string) (bool, error) {
 		calls.Add(1)
 		if !here.Load() {
-			return false, &provider.Later{For: "pulling the image x, 3.0 GB of 10.0 GB"}
+			return false, &provider.LaterError{For: "pulling the image x, 3.0 GB of 10.0 GB"}
 		}
 		return true, nil
 	}

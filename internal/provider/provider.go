@@ -14,7 +14,7 @@ type Provider interface {
 	// List returns the pool's instances, by name: all that were asked for and were not stopped, also those that failed. It is the truth, whoever started them: another process's, an earlier one's.
 	List(ctx context.Context, p *scale.Pool) ([]Instance, error)
 	// Start asks for one more, and returns once that was taken on; it may then be long until it runs. Under a name that exists already it changes nothing. A provider that names its instances itself brings the pool to
-	// total, if it has less. ErrCapacity, ErrInvalid and *Later as below; after another error it may have been taken on or not.
+	// total, if it has less. ErrCapacity, ErrInvalid and *LaterError as below; after another error it may have been taken on or not.
 	Start(ctx context.Context, p *scale.Pool, name string, total int) error
 	// Stop tells an instance to end, lets its worker drain for p.Drain at most, and returns once it is gone. One that failed is tidied away; one that does not exist is no error. If ctx ends first the instance may still be ending.
 	Stop(ctx context.Context, p *scale.Pool, name string) error
@@ -54,14 +54,14 @@ var (
 	ErrInvalid = errors.New("the pool cannot work as it is described")
 )
 
-// Later is the error of a start that was not taken on yet, for want of something that is on its way, as an image is. No time is lost by it: asked again under the same name, and after a while again, the worker is started once that is there. If it
+// LaterError is the error of a start that was not taken on yet, for want of something that is on its way, as an image is. No time is lost by it: asked again under the same name, and after a while again, the worker is started once that is there. If it
 // never comes, one of these calls returns another error.
-type Later struct {
+type LaterError struct {
 	// For is what it waits for, and how far that is: one line for a person, without secrets.
 	For string
 }
 
-func (l *Later) Error() string { return l.For }
+func (l *LaterError) Error() string { return l.For }
 
 // Join is what a worker needs to join the platform: the variables MILLRACE_… that its process gets. They may hold passwords, so they go into no log, listing or error.
 type Join map[string]string

@@ -281,7 +281,7 @@ var wrong = []string{"invalid volume specification", "invalid mount config", "ex
 
 // explain says what an error of Docker's means to the caller, without the values of the environment.
 func (p *Provider) explain(pool *scale.Pool, doing string, err error) error {
-	if _, later := errors.AsType[*provider.Later](err); err == nil || later {
+	if _, later := errors.AsType[*provider.LaterError](err); err == nil || later {
 		return err
 	}
 	switch {

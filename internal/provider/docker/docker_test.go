@@ -514,7 +514,7 @@ func TestALongPullMakesAStartLater(t *testing.T) {
 	}
 	for {
 		err := p.Start(t.Context(), pool, "w1", 1)
-		later, ok := errors.AsType[*provider.Later](err)
+		later, ok := errors.AsType[*provider.LaterError](err)
 		if !ok {
 			t.Fatalf("while it is pulled: %v", err)
 		}
@@ -525,7 +525,7 @@ func TestALongPullMakesAStartLater(t *testing.T) {
 			t.Fatal(later.For)
 		}
 	}
-	if err, ok := errors.AsType[*provider.Later](p.Start(t.Context(), pool, "w2", 2)); !ok {
+	if err, ok := errors.AsType[*provider.LaterError](p.Start(t.Context(), pool, "w2", 2)); !ok {
 		t.Fatalf("of another worker: %v", err)
 	}
 	if all, err := p.List(t.Context(), pool); err != nil || len(all) != 0 {
@@ -535,7 +535,7 @@ func TestALongPullMakesAStartLater(t *testing.T) {
 	for _, name := range []string{"w1", "w2"} {
 		for later := true; later; {
 			err := p.Start(t.Context(), pool, name, 2)
-			if _, later = errors.AsType[*provider.Later](err); !later && err != nil {
+			if _, later = errors.AsType[*provider.LaterError](err); !later && err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -561,7 +561,7 @@ func TestAPullThatFailsBetweenTwoStartsIsTold(t *testing.T) {
 	}
 	later := func() error {
 		err := p.Start(t.Context(), pool, "w1", 1)
-		if _, ok := errors.AsType[*provider.Later](err); ok {
+		if _, ok := errors.AsType[*provider.LaterError](err); ok {
 			return nil
 		}
 		return err
@@ -603,7 +603,7 @@ func TestAPullThatDoesNotGoOnIsGivenUp(t *testing.T) {
 	}
 	for n := range 2 {
 		err := p.Start(t.Context(), pool, "w1", 1)
-		if _, later := errors.AsType[*provider.Later](err); err == nil || later || errors.Is(err, provider.ErrInvalid) || !strings.Contains(err.Error(), "far:test, 3 MB of 9 MB: nothing more of it came") {
+		if _, later := errors.AsType[*provider.LaterError](err); err == nil || later || errors.Is(err, provider.ErrInvalid) || !strings.Contains(err.Error(), "far:test, 3 MB of 9 MB: nothing more of it came") {
 			t.Errorf("%v", err)
 		}
 		if loads != n+1 {

@@ -55,7 +55,7 @@ func (d *daemon) image(ctx context.Context, name string) error {
 		d.forget(name, l)
 		return l.err
 	case <-patience.C:
-		return &provider.Later{For: "pulling the image " + name + l.progress()}
+		return &provider.LaterError{For: "pulling the image " + name + l.progress()}
 	case <-ctx.Done():
 		return fmt.Errorf("pulling the image %s%s: %w", name, l.progress(), ctx.Err())
 	}
