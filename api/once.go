@@ -9,6 +9,7 @@ import (
 
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/ledger"
+	"github.com/millrace/millrace/internal/results"
 )
 
 // keyWindow is for how long a client's idempotency key stands for what it created.
@@ -19,7 +20,7 @@ const keyWindow = 24 * time.Hour
 func (s *Server) once(ctx context.Context, t job.Tenant, route string, d dedupe, id string) (bound string, repeated bool, err error) {
 	ttl := keyWindow
 	if d.implied {
-		ttl = impliedWindow
+		ttl = results.ImpliedKeyTTL
 	}
 	for try := 0; ; try++ {
 		bound, mine, err := s.deps.Ledger.Remember(ctx, t, route, d.key, d.hash, id, s.deps.Results.Now(), ttl)

@@ -54,9 +54,6 @@ type dedupe struct {
 // fresh tells whether the submit is a new one for sure. What its key stood for does not count then.
 func (d dedupe) fresh() bool { return d.implied && !d.retry }
 
-// impliedWindow is for how long a retry without a key finds the submit that it repeats.
-const impliedWindow = results.ImpliedKeyTTL
-
 // maxKey bounds an idempotency key in bytes.
 const maxKey = 255
 
@@ -103,7 +100,7 @@ func (d dedupe) of(hash string) dedupe {
 //
 // The order of the writes, and what a crash after each leaves:
 //
-//  1. the key, bound to the id: a retry takes the id over.
+//  1. the key, bound to the id: a retry takes the id over. That of a fresh one with a small body is bound with the record.
 //  2. a large body, under the id's name: an object without a job, which is swept.
 //  3. the record, as accepting: the reconciler removes it, then the key.
 //  4. the message. From here on the job exists and runs, whatever happens to us: the reconciler makes the record queued.
@@ -111,7 +108,7 @@ func (d dedupe) of(hash string) dedupe {
 //
 // Once begun the writes are not cut by a client that leaves: they have a deadline of their own.
 func (s *Server) submit(ctx context.Context, t job.Tenant, sub *submission) (*view, error) {
-	v, repeated, err := s.store(ctx, t, sub)
+	v, repeated, err := s.store(context.WithoutCancel(ctx), t, sub)
 	var f *failure
 	switch {
 	case err == nil && repeated:
@@ -127,7 +124,6 @@ func (s *Server) submit(ctx context.Context, t job.Tenant, sub *submission) (*vi
 }
 
 func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *view, repeated bool, err error) {
-	ctx = context.WithoutCancel(ctx)
 	short, cancel := context.WithTimeout(ctx, submitTimeout)
 	defer cancel()
 	now := s.deps.Results.Now()
@@ -160,8 +156,12 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		}
 		return nil, false, sub.refusal
 	}
+	accept := s.deps.Results.Accept
 	if sub.fresh() { // the key serves later retries, and nothing depends on what it was
-		if err := s.deps.Results.BindKey(short, t, sub.key, results.KeyEntry{ID: j.ID}, impliedWindow); err != nil {
+		accept = s.deps.Results.AcceptFresh
+	}
+	if sub.fresh() && len(sub.body) > blob.Threshold { // they may come while the body is stored
+		if err := s.deps.Results.BindKey(short, t, sub.key, j.ID); err != nil {
 			return nil, false, fmt.Errorf("binding an idempotency key: %w", err)
 		}
 	}
@@ -176,7 +176,7 @@ func (s *Server) store(ctx context.Context, t job.Tenant, sub *submission) (v *v
 		defer cancel()
 	}
 	limits, batched := s.acceptLimits(ctx)
-	accepted, err := s.deps.Results.Accept(short, j, body, limits)
+	accepted, err := accept(short, j, body, limits)
 	var over *results.LimitError
 	switch {
 	case accepted != nil && accepted.State != job.Accepting: // somebody else submitted the same id first
@@ -223,7 +223,6 @@ const queuedTimeout = time.Second
 // reserve binds the submission's key to its id. It returns the job that the key stands for already, or sets the submission's job to the id that a key without a job is bound to (held).
 func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (earlier *view, held bool, err error) {
 	j := &sub.job
-	entry := results.KeyEntry{ID: j.ID, Hash: sub.hash}
 	if at := s.wholeAt.Load(); at == nil || time.Since(*at) > wholeFor {
 		if err := s.keysKnown(ctx); err != nil {
 			return nil, false, err
@@ -231,9 +230,9 @@ func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (ea
 	}
 	ttl := time.Duration(0)
 	if sub.implied {
-		ttl = impliedWindow
+		ttl = results.ImpliedKeyTTL
 	}
-	bound, mine, err := s.deps.Results.ReserveKey(ctx, t, sub.key, entry, ttl)
+	bound, mine, err := s.deps.Results.ReserveKey(ctx, t, sub.key, results.KeyEntry{ID: j.ID, Hash: sub.hash}, ttl)
 	if err != nil {
 		return nil, false, fmt.Errorf("reserving an idempotency key: %w", err)
 	}
@@ -258,7 +257,7 @@ func (s *Server) reserve(ctx context.Context, t job.Tenant, sub *submission) (ea
 		j.ID = bound.ID // the submit that bound the key went no further
 		return nil, true, nil
 	case v.outcome != nil && v.outcome.Erased && sub.implied: // whoever deleted it had its answer: this repeats another
-		if err := s.deps.Results.BindKey(ctx, t, sub.key, entry, impliedWindow); err != nil {
+		if err := s.deps.Results.BindKey(ctx, t, sub.key, j.ID); err != nil {
 			return nil, false, fmt.Errorf("binding an idempotency key: %w", err)
 		}
 		return nil, false, nil

@@ -71,7 +71,11 @@ func calls(s *results.Store, j *job.Job, c *results.Claim) map[string]func(conte
 			return err
 		},
 		"BindKey": func(ctx context.Context) error {
-			return s.BindKey(ctx, "t", "k", results.KeyEntry{ID: j.ID}, time.Minute)
+			return s.BindKey(ctx, "t", "k", j.ID)
+		},
+		"AcceptFresh": func(ctx context.Context) error {
+			_, err := s.AcceptFresh(ctx, j, []byte("{}"), results.Limits{})
+			return err
 		},
 		"ReleaseKey": func(ctx context.Context) error { return s.ReleaseKey(ctx, "t", "k", j.ID) },
 		"Accept": func(ctx context.Context) error {

@@ -44,14 +44,18 @@ func (s *Store) ReserveKey(ctx context.Context, t job.Tenant, key string, entry 
 // ImpliedKeyTTL is for how long a key is kept that stands for a request alone: one whose job has a Key and no BodyHash.
 const ImpliedKeyTTL = 10 * time.Minute
 
-// BindKey binds tenant's key to entry for ttl, whatever it was bound to.
-func (s *Store) BindKey(ctx context.Context, t job.Tenant, key string, entry KeyEntry, ttl time.Duration) error {
+// BindKey binds tenant's key, which stands for the request alone, to id for ImpliedKeyTTL, whatever it was bound to.
+func (s *Store) BindKey(ctx context.Context, t job.Tenant, key string, id job.ID) error {
 	ctx, cancel := context.WithTimeout(ctx, opTimeout)
 	defer cancel()
-	if err := s.db.Set(ctx, s.idempotencyKey(t, key), entry.String(), ttl).Err(); err != nil {
-		return wrap(err, "binding an idempotency key to job %s", entry.ID)
+	if err := s.bindKey(ctx, s.db, t, key, id).Err(); err != nil {
+		return wrap(err, "binding an idempotency key to job %s", id)
 	}
 	return nil
+}
+
+func (s *Store) bindKey(ctx context.Context, p redis.Cmdable, t job.Tenant, key string, id job.ID) *redis.StatusCmd {
+	return p.Set(ctx, s.idempotencyKey(t, key), KeyEntry{ID: id}.String(), ImpliedKeyTTL)
 }
 
 // ReleaseKey unbinds the key if it is bound to id.
@@ -70,8 +74,8 @@ type creation struct {
 	state  job.State
 	body   []byte
 	fields []any
-	// key says that the job's idempotency key is bound, too.
-	key bool
+	// key says that the job's idempotency key is bound, too, if it is bound to nothing; fresh that it is bound whatever it was bound to.
+	key, fresh bool
 }
 
 // standing is how a record stands after a creation, and the job in the backlog.
@@ -103,6 +107,9 @@ func (s *Store) create(ctx context.Context, l Limits, all ...creation) ([]standi
 	answers, err := s.inOrder(ctx, func(p redis.Pipeliner) {
 		for _, c := range all {
 			s.index(ctx, p, c.job, c.state)
+			if c.fresh {
+				s.bindKey(ctx, p, c.job.Tenant, c.job.Key, c.job.ID)
+			}
 			if c.key && c.job.Key != "" {
 				ttl := s.cfg.KeyTTL
 				if c.job.BodyHash == "" {
@@ -178,6 +185,17 @@ type Acceptance struct {
 // accepting, only since is renewed; any other state is left alone. It returns the state that holds now and its since. A job that would pass a limit gets a *LimitError: if that comes with an Acceptance, a record was written, and the
 // caller must Discard it. A job that is counted already is never refused.
 func (s *Store) Accept(ctx context.Context, j *job.Job, body []byte, l Limits) (*Acceptance, error) {
+	return s.accept(ctx, creation{job: j, body: body}, l)
+}
+
+// AcceptFresh is Accept, and does in the same round trip what BindKey does for the job's key.
+func (s *Store) AcceptFresh(ctx context.Context, j *job.Job, body []byte, l Limits) (*Acceptance, error) {
+	return s.accept(ctx, creation{job: j, body: body, fresh: true}, l)
+}
+
+func (s *Store) accept(ctx context.Context, c creation, l Limits) (*Acceptance, error) {
+	j := c.job
+	c.state, c.fields = job.Accepting, []any{"fr", 1}
 	ctx, cancel := context.WithTimeout(ctx, opTimeout)
 	defer cancel()
 	if time.Since(time.UnixMilli(s.refused.Load())) < askedFor {
@@ -185,7 +203,7 @@ func (s *Store) Accept(ctx context.Context, j *job.Job, body []byte, l Limits) (
 			return nil, s.noteRefused(err, j)
 		}
 	}
-	now, err := s.create(ctx, l, creation{job: j, state: job.Accepting, body: body, fields: []any{"fr", 1}})
+	now, err := s.create(ctx, l, c)
 	if len(now) == 0 {
 		return nil, wrap(err, "accepting job %s", j.ID)
 	}

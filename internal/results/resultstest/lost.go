@@ -27,7 +27,7 @@ var writes = []write{
 		_, _, err := e.ReserveKey(e.ctx, "t", "k", results.KeyEntry{ID: "job_a"}, 0)
 		e.ok(err)
 		b := results.KeyEntry{ID: "job_b"}
-		return func() error { return e.BindKey(e.ctx, "t", "k", b, time.Minute) }, func() {
+		return func() error { return e.BindKey(e.ctx, "t", "k", b.ID) }, func() {
 			held, _, err := e.ReserveKey(e.ctx, "t", "k", results.KeyEntry{ID: "job_c"}, 0)
 			e.ok(err)
 			e.same("held", held, b)
@@ -55,6 +55,18 @@ var writes = []write{
 			e.same("since", e.state(j, job.Accepting).Since, since)
 			e.same("live", e.living(), []job.ID{j.ID})
 			e.same("backlog", e.backlogs()["m"].Sum().Jobs, int64(1))
+		}
+	}},
+	{"accept fresh", func(e *env) (func() error, func()) {
+		j := e.job(func(j *job.Job) { j.Key = "k" })
+		_, _, err := e.ReserveKey(e.ctx, j.Tenant, j.Key, results.KeyEntry{ID: "job_a"}, 0)
+		e.ok(err)
+		return func() error { _, err := e.AcceptFresh(e.ctx, j, body, results.Limits{}); return err }, func() {
+			held, _, err := e.ReserveKey(e.ctx, j.Tenant, j.Key, results.KeyEntry{ID: "job_c"}, 0)
+			e.ok(err)
+			e.same("held", held, results.KeyEntry{ID: j.ID})
+			e.state(j, job.Accepting)
+			e.same("live", e.living(), []job.ID{j.ID})
 		}
 	}},
 	{"accept lines", func(e *env) (func() error, func()) {
