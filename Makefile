@@ -91,7 +91,7 @@ engine-test: ## Run against a real engine: make engine-test ENGINE_URL=http://12
 .PHONY: kubernetes-test
 kubernetes-test: ## Run the Kubernetes provider in namespaces of a real cluster: make kubernetes-test KUBECONFIG=FILE
 	@[ -n "$(KUBECONFIG)" ] || { echo "make kubernetes-test KUBECONFIG=FILE: it makes namespaces millrace-test-… in that cluster, and removes them"; exit 2; }
-	KUBECONFIG=$(abspath $(KUBECONFIG)) $(GO) test -tags=kubernetes -run='^TestCluster' -count=1 -timeout=20m -v ./internal/provider/kubernetes
+	KUBECONFIG=$(abspath $(KUBECONFIG)) $(GO) test -tags=kubernetes -run='^TestCluster' -count=1 -timeout=20m -v $(TESTFLAGS) ./internal/provider/kubernetes
 
 .PHONY: soak
 soak: test-deps ## Run the end-to-end tests over and over, and those that take long: make soak N=100

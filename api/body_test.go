@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -31,12 +30,7 @@ func TestBodiesOfUnknownLengthAreHeldToTheLimit(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		raw, err := io.ReadAll(resp.Body)
-		_ = resp.Body.Close()
-		if err != nil {
-			t.Fatal(err)
-		}
-		answer{resp.StatusCode, resp.Header, raw}.wantError(t, http.StatusRequestEntityTooLarge, job.CodeRequestTooLarge, "")
+		answerOf(t, resp).wantError(t, http.StatusRequestEntityTooLarge, job.CodeRequestTooLarge, "")
 	}
 }
 
@@ -80,11 +74,7 @@ func TestRefusalsReachClientsThatSendFirst(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer conn.Close()
+			conn := e.dial(t)
 			if _, err := fmt.Fprintf(conn, "%sHost: x\r\nContent-Length: %d\r\n\r\n", tt.head, large); err != nil {
 				t.Fatal(err)
 			}
@@ -105,11 +95,7 @@ func TestRefusalsReachClientsThatSendFirst(t *testing.T) {
 func TestOptionsOfTheServerAreNoRoute(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{})
-	conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
+	conn := e.dial(t)
 	if _, err := io.WriteString(conn, "OPTIONS * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"); err != nil {
 		t.Fatal(err)
 	}
@@ -117,10 +103,5 @@ func TestOptionsOfTheServerAreNoRoute(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer resp.Body.Close()
-	raw, err := io.ReadAll(resp.Body)
-	if err != nil {
-		t.Fatal(err)
-	}
-	answer{resp.StatusCode, resp.Header, raw}.wantError(t, http.StatusNotFound, job.CodeUnknownURL, "")
+	answerOf(t, resp).wantError(t, http.StatusNotFound, job.CodeUnknownURL, "")
 }

@@ -262,12 +262,29 @@ func client() *http.Client {
 func (e *env) send(method, path, body string, headers ...string) answer {
 	e.t.Helper()
 	resp := e.open(e.t.Context(), method, path, body, headers...)
-	defer resp.Body.Close()
+	return answerOf(e.t, resp)
+}
+
+// answerOf reads an answer to its end.
+func answerOf(t testing.TB, resp *http.Response) answer {
+	t.Helper()
 	raw, err := io.ReadAll(resp.Body)
+	_ = resp.Body.Close() // read only
 	if err != nil {
-		e.t.Fatalf("%s %s: reading the answer: %v", method, path, err)
+		t.Fatalf("reading the answer: %v", err)
 	}
 	return answer{resp.StatusCode, resp.Header, raw}
+}
+
+// dial opens a connection, for what no HTTP client sends. It is closed when the test ends.
+func (e *env) dial(t testing.TB) net.Conn {
+	t.Helper()
+	conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() }) // the server may have closed it
+	return conn
 }
 
 func (e *env) open(ctx context.Context, method, path, body string, headers ...string) *http.Response {

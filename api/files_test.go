@@ -12,7 +12,6 @@ import (
 	"fmt"
 	"io"
 	"mime/multipart"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/textproto"
@@ -231,12 +230,7 @@ func TestWrongUploadsAreRefusedAndLeaveNothing(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			defer resp.Body.Close()
-			raw, err := io.ReadAll(resp.Body)
-			if err != nil {
-				t.Fatal(err)
-			}
-			answer{resp.StatusCode, resp.Header, raw}.wantError(t, test.status, test.code, test.param)
+			answerOf(t, resp).wantError(t, test.status, test.code, test.param)
 			e.wantNothing()
 		})
 	}
@@ -349,10 +343,7 @@ func TestBrokenUploadLeavesNothing(t *testing.T) {
 		"with a length": head + fmt.Sprintf("Content-Length: %d\r\n\r\n", len(body)) + body[:len(body)/2],
 		"in chunks":     head + "Transfer-Encoding: chunked\r\n\r\n" + fmt.Sprintf("%x\r\n", len(body)) + body[:len(body)/2],
 	} {
-		c, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
-		if err != nil {
-			t.Fatal(err)
-		}
+		c := e.dial(t)
 		if _, err := io.WriteString(c, sent); err != nil {
 			t.Fatal(err)
 		}
@@ -409,12 +400,8 @@ func TestUploadsThatBreakOff(t *testing.T) {
 func TestUploadOverTheLimitIsNotReadOn(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{MaxFile: 1 << 20})
-	c, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	_, err = io.WriteString(c, "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary="+boundary+"\r\nTransfer-Encoding: chunked\r\n\r\n")
+	c := e.dial(t)
+	_, err := io.WriteString(c, "POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary="+boundary+"\r\nTransfer-Encoding: chunked\r\n\r\n")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -411,11 +411,7 @@ func TestClientThatDoesNotReadIsCut(t *testing.T) {
 		started <- struct{}{}
 		return r
 	})
-	conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
+	conn := e.dial(t)
 	if err := conn.(*net.TCPConn).SetReadBuffer(4 << 10); err != nil { // else the system takes in more than the answer has
 		t.Fatal(err)
 	}

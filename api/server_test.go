@@ -8,7 +8,6 @@ import (
 	"io"
 	"log/slog"
 	"maps"
-	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -175,11 +174,7 @@ func TestBodiesThatNeverCome(t *testing.T) {
 	for name, tt := range tests {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer conn.Close()
+			conn := e.dial(t)
 			if err := conn.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
 				t.Fatal(err)
 			}
@@ -193,11 +188,7 @@ func TestBodiesThatNeverCome(t *testing.T) {
 		})
 	}
 	// One that comes is read away, and the connection lives on.
-	conn, err := net.Dial("tcp", strings.TrimPrefix(e.url, "http://"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
+	conn := e.dial(t)
 	in := bufio.NewReader(conn)
 	for range 2 {
 		if _, err := io.WriteString(conn, "GET /v1/models HTTP/1.1\r\n"+key+"Content-Length: 2\r\nHost: x\r\n\r\n{}"); err != nil {

@@ -78,7 +78,7 @@ func (s *Server) createTenant(c echo.Context) error {
 	defer cancel()
 	made, err := s.deps.Ledger.CreateTenant(ctx, t)
 	if errors.Is(err, ledger.ErrDeleted) {
-		f := fail(http.StatusConflict, job.CodeTenantExists, "There was a tenant %q, which was deleted, and no id is used twice: choose another.", string(t.ID)).at("id")
+		f := fail(http.StatusConflict, job.CodeTenantDeleted, "There was a tenant %q, which was deleted, and no id is used twice: choose another.", string(t.ID)).at("id")
 		f.final = true
 		return f
 	}

@@ -103,7 +103,7 @@ func TestADeletedTenantLeavesNothingToTheNext(t *testing.T) {
 	e.admin(200, "DELETE", "/admin/v1/keys/"+key["id"].(string), "")
 	e.admin(200, "DELETE", "/admin/v1/tenants/tz", "")
 	a = e.send("POST", "/admin/v1/tenants", `{"id":"tz"}`, adminHeader)
-	a.wantError(t, 409, job.CodeTenantExists, "id")
+	a.wantError(t, 409, job.CodeTenantDeleted, "id")
 	if !strings.Contains(string(a.body), "no id is used twice") {
 		t.Errorf("%s", a.body)
 	}

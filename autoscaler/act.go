@@ -128,9 +128,9 @@ func (k *keeper) write(ctx context.Context, w *worker, to ledger.Launch) bool {
 
 // ready notes that a worker is ready for the first time.
 func (k *keeper) ready(ctx context.Context, now time.Time, w *worker) bool {
-	at, asked := now, k.asked(w, now)
+	at, begun := now, k.beginning(w, now)
 	// Who was not there when it became ready believes what it says, within reason: clocks differ.
-	if said := time.UnixMilli(int64(w.beat.Worker.StateSince * 1000)); !w.sawStarting && said.After(asked) && said.Before(now) {
+	if said := time.UnixMilli(int64(w.beat.Worker.StateSince * 1000)); !w.sawStarting && said.After(begun) && said.Before(now) {
 		at = said
 	}
 	to := w.Launch
@@ -140,7 +140,7 @@ func (k *keeper) ready(ctx context.Context, now time.Time, w *worker) bool {
 	}
 	w.asked = true
 	w.hear(now, w.beat)
-	took := at.Sub(asked)
+	took := at.Sub(begun)
 	if w.tries == 0 && !w.guessed && took > 0 {
 		k.learned.ColdStarts = keep(k.learned.ColdStarts, took.Seconds(), keptStarts)
 		k.a.metrics.coldStart.WithLabelValues(k.name()).Observe(took.Seconds())
@@ -152,8 +152,8 @@ func (k *keeper) ready(ctx context.Context, now time.Time, w *worker) bool {
 	return true
 }
 
-// asked is when the worker's cold start began: without the time that its first start waited for something that is there from then on. Of one whose start another leader has seen to, its instance tells.
-func (k *keeper) asked(w *worker, ready time.Time) time.Time {
+// beginning is when the worker's cold start began: without the time that its first start waited for something that is there from then on. Of one whose start another leader has seen to, its instance tells.
+func (k *keeper) beginning(w *worker, ready time.Time) time.Time {
 	begun, created := w.At.Time(), k.instances[w.Name].Created
 	switch {
 	case w.later:

@@ -241,7 +241,7 @@ func (k *keeper) report(doing string, err error) bool {
 func (k *keeper) turn(ctx context.Context) bool {
 	k.follow()
 	if other := k.l.ahead(k); other != "" && !k.removing {
-		k.wait(time.Now(), other)
+		k.tellWaiting(time.Now(), other)
 		return false
 	}
 	if !k.save(ctx, time.Now(), false) {
@@ -307,10 +307,9 @@ func (k *keeper) follow() {
 	}
 }
 
-// wait tells that the pool begins later: what the provider lists of its workload are another pool's workers, which would be taken for its own.
-func (k *keeper) wait(now time.Time, other string) {
-	d := scale.Decision{At: now, Pool: k.name(), Action: scale.Unknown, Reason: fmt.Sprintf("its workload is still that of the pool %s, which goes: this one begins when the workers of that are gone", other)}
-	k.tell(now, &d)
+// tellWaiting tells that the pool begins later: what the provider lists of its workload are another pool's workers, which would be taken for its own.
+func (k *keeper) tellWaiting(now time.Time, other string) {
+	k.tell(now, &scale.Decision{At: now, Pool: k.name(), Action: scale.Unknown, Reason: fmt.Sprintf("its workload is still that of the pool %s, which goes: this one begins when the workers of that are gone", other)})
 }
 
 // save keeps what was learned, if it is other than what is kept and that is not too young. It is false if the pool's description could not be kept.

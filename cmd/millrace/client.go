@@ -47,8 +47,6 @@ func explain(c *client.Client, err error) error {
 		return fmt.Errorf("%w: set MILLRACE_API_KEY to a key of %s", err, c.URL())
 	case errors.As(err, &refused) && refused.Status == 403:
 		return fmt.Errorf("%w: set MILLRACE_API_KEY to a key that may; an operator makes one by `millrace keys create`", err)
-	case errors.As(err, &refused) && refused.Code == job.CodeTenantExists && !strings.Contains(refused.Message, "PATCH"):
-		return err // it was deleted, and cannot be changed
 	case errors.As(err, &refused) && hints[refused.Code] != "":
 		return fmt.Errorf("%w: %s", err, hints[refused.Code])
 	case errors.As(err, &refused) && refused.Status == 404 && refused.Code == "":

@@ -69,6 +69,7 @@ const (
 	CodePermissionDenied  Code = "permission_denied"
 	CodeTenantNotFound    Code = "tenant_not_found"
 	CodeTenantExists      Code = "tenant_already_exists"
+	CodeTenantDeleted     Code = "tenant_deleted"
 	CodeTenantInUse       Code = "tenant_in_use"
 	CodeKeyNotFound       Code = "key_not_found"
 	CodeKeyClosed         Code = "key_revoked_or_expired"

@@ -1,7 +1,6 @@
 package platform_test
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"slices"
@@ -9,13 +8,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-
 	"github.com/millrace/millrace/internal/client"
 	"github.com/millrace/millrace/internal/engine/emulator"
 	"github.com/millrace/millrace/internal/job"
-	"github.com/millrace/millrace/internal/platform"
-	"github.com/millrace/millrace/internal/testenv"
 )
 
 // TestTimesToldComeTrue: behind a slow engine, the last of many jobs is told when it starts, and it starts about then. Answers are much shorter than their limits, as they are in life.
@@ -24,19 +19,7 @@ func TestTimesToldComeTrue(t *testing.T) {
 	cfg := config(t)
 	cfg.Relaxed = true
 	cfg.Emulator = emulator.Config{Profile: "a10-7b", KVTokens: 700}
-	p, err := platform.New(t.Context(), cfg, prometheus.NewRegistry(), testenv.Log(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan error, 1)
-	go func() { ended <- p.Run(ctx) }()
-	defer func() {
-		cancel()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	}()
+	p := run(t, cfg)
 	c, err := client.New(client.Config{URL: p.URL()})
 	if err != nil {
 		t.Fatal(err)
@@ -51,13 +34,13 @@ func TestTimesToldComeTrue(t *testing.T) {
 		}
 	}
 	until("a worker is ready", func() bool {
-		workers, err := c.Workers(ctx)
+		workers, err := c.Workers(t.Context())
 		return err == nil && len(workers) == 1 && workers[0].State == "ready"
 	})
 	const n = 150
 	submit := func(i int) job.ID {
 		body := fmt.Sprintf(`{"model":"emulator-a10-7b","max_tokens":200,"messages":[{"role":"user","content":"[[emulator:tokens=30]] question %d"}]}`, i)
-		j, err := c.Submit(ctx, client.Submission{Body: json.RawMessage(body)})
+		j, err := c.Submit(t.Context(), client.Submission{Body: json.RawMessage(body)})
 		if err != nil {
 			t.Error(err)
 			return ""
@@ -79,7 +62,7 @@ func TestTimesToldComeTrue(t *testing.T) {
 	var j *client.Job
 	until("the last job starts", func() bool {
 		var err error
-		if j, err = c.Job(ctx, last, 0); err != nil {
+		if j, err = c.Job(t.Context(), last, 0); err != nil {
 			t.Fatal(err)
 		}
 		if j.Queue != nil && j.Status == job.Queued {

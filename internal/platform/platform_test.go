@@ -31,17 +31,30 @@ func config(t *testing.T) platform.Config {
 	}
 }
 
-func TestEveryPartBecomesReadyAndEnds(t *testing.T) {
-	t.Parallel()
-	cfg := config(t)
-	cfg.Workers = 2
+// run runs a platform until the test ends.
+func run(t *testing.T, cfg platform.Config) *platform.Platform {
+	t.Helper()
 	p, err := platform.New(t.Context(), cfg, prometheus.NewRegistry(), testenv.Log(t))
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(t.Context())
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	ended := make(chan error, 1)
 	go func() { ended <- p.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return p
+}
+
+func TestEveryPartBecomesReadyAndEnds(t *testing.T) {
+	t.Parallel()
+	cfg := config(t)
+	cfg.Workers = 2
+	p := run(t, cfg)
 	for name, ready := range p.Ready() {
 		for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(10 * time.Millisecond) {
 			err := ready()
@@ -53,10 +66,6 @@ func TestEveryPartBecomesReadyAndEnds(t *testing.T) {
 			}
 		}
 	}
-	cancel()
-	if err := <-ended; err != nil {
-		t.Error(err)
-	}
 }
 
 // TestCallsAreHeldWhileTheFirstEngineLoads: the folder is new, so that nobody has ever served the model, and the client asks at once.
@@ -64,19 +73,7 @@ func TestCallsAreHeldWhileTheFirstEngineLoads(t *testing.T) {
 	t.Parallel()
 	cfg := config(t)
 	cfg.Emulator = emulator.Config{Profile: "test", Models: []string{"m1"}, ColdStart: 4 * time.Second}
-	p, err := platform.New(t.Context(), cfg, prometheus.NewRegistry(), testenv.Log(t))
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan error, 1)
-	go func() { ended <- p.Run(ctx) }()
-	defer func() {
-		cancel()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	}()
+	p := run(t, cfg)
 	ask := func(body string) (int, string) {
 		resp, err := http.Post(p.URL()+"/v1/chat/completions", "application/json", strings.NewReader(body))
 		if err != nil {

@@ -45,7 +45,7 @@ func (s *Store) TakeRates(ctx context.Context, rates []Rate) (left []RateLeft, r
 	return left, -1, nil
 }
 
-// giveBack undoes the taking of a rate. Best effort: it comes back by itself.
+// giveBack undoes the taking of a rate. Best effort: it comes back by itself, and what another request takes while the last of it is given back is not counted.
 func (s *Store) giveBack(ctx context.Context, r Rate) {
 	if got, err := s.takeRate(ctx, r, -r.Asked); err == nil && got.ResetAfter <= 0 { // all of it is there again, which the limiter does not write
 		_ = s.limiter.Reset(ctx, url.QueryEscape(r.Name)) // as above

@@ -28,7 +28,7 @@ func TestClusterProvider(t *testing.T) {
 	for _, kind := range slices.Sorted(maps.Keys(versions)) {
 		t.Run(kind, func(t *testing.T) {
 			t.Parallel()
-			skipUnserved(t, kind)
+			served(t, kind)
 			providertest.Run(t, func(t *testing.T) providertest.Fixture {
 				p := newPlace(t)
 				p.set(func() { p.mode["broken"], p.mode["busy"] = broken, busy })
@@ -370,7 +370,7 @@ func TestClusterShrinksOrderedWorkloadsFromTheEnd(t *testing.T) {
 	} {
 		t.Run(kind, func(t *testing.T) {
 			t.Parallel()
-			skipUnserved(t, kind)
+			served(t, kind)
 			p := newPlace(t, "patch pods", "delete pods") // these are for Deployments only
 			by, pool := p.open(t, nil), p.workload(t, kind, "w", c.spec)
 			names := p.brought(t, by, pool, 3)
@@ -456,7 +456,7 @@ func TestClusterNamesTheRightThatIsMissing(t *testing.T) {
 					kind = k
 				}
 			}
-			skipUnserved(t, kind)
+			served(t, kind)
 			group, _, _ := strings.Cut(versions[kind], "/")
 			if of == "pods" {
 				group = ""

@@ -305,12 +305,12 @@ func (p *place) create(t *testing.T, o object) *unstructured.Unstructured {
 // versions of the kinds of workload.
 var versions = map[string]string{"Deployment": "apps/v1", "StatefulSet": "apps/v1", "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1"}
 
-// skipUnserved leaves out a test of a kind that the cluster does not know.
-func skipUnserved(t *testing.T, kind string) {
+// served fails a test of a kind that the cluster does not know.
+func served(t *testing.T, kind string) {
 	t.Helper()
 	switch _, err := connect(t).admin.Resource(resource(versions[kind], kind)).List(t.Context(), metav1.ListOptions{Limit: 1}); {
 	case apierrors.IsNotFound(err):
-		t.Skipf("the cluster has no %ss: they are an addition to Kubernetes", kind)
+		t.Fatalf("the cluster has no %ss, which are an addition to Kubernetes: install them, or leave these tests out by TESTFLAGS=-skip=%s", kind, kind)
 	case err != nil:
 		t.Fatal(err)
 	}
