@@ -63,8 +63,6 @@ type pull struct {
 
 // Puller creates the consumer if needed.
 func (q *Queue) Puller(ctx context.Context, cfg PullerConfig) (*Puller, error) {
-	ctx, cancel := q.bound(ctx)
-	defer cancel()
 	m := q.model(cfg.Model)
 	p := &Puller{
 		q: q, cfg: cfg, model: m, stream: m.stream(cfg.Kind), consumer: string(cfg.Class),
@@ -92,6 +90,8 @@ func (q *Queue) Puller(ctx context.Context, cfg PullerConfig) (*Puller, error) {
 
 // ensure makes sure of the puller's stream and consumer. lost says that one of them is known to be missing since epoch seen.
 func (p *Puller) ensure(ctx context.Context, seen uint64, lost bool) error {
+	ctx, cancel := p.q.bound(ctx)
+	defer cancel()
 	if lost || !p.model.ok.Load() {
 		if err := p.q.ensure(ctx, p.model, seen); err != nil {
 			return err
@@ -259,13 +259,12 @@ func (p *Puller) status(number uint64, code, text string) {
 		p.finish(l)
 	case code == "100": // a heartbeat
 	default:
-		// The consumer or its stream is gone (503: nobody listens; 409 Consumer Deleted), has a new leader, or does not like the request.
-		gone := code == "503" || strings.Contains(text, "Deleted") || code == "400"
-		known := gone || strings.Contains(text, "Leadership") || strings.Contains(text, "Shutdown")
-		if !known || code == "400" {
+		// The consumer or its stream is gone (503: nobody listens; 409 Consumer Deleted), its server goes, it has a new leader, or it does not like the request.
+		deleted, shutdown := strings.Contains(text, "Deleted"), strings.Contains(text, "Shutdown")
+		if gone := code == "503" || deleted; code == "400" || !gone && !shutdown && !strings.Contains(text, "Leadership") {
 			p.q.log.Warn("a pull was refused", "stream", p.stream, "consumer", p.consumer, "status", code, "err", text)
 		}
-		p.recover(l, gone, code != "503" && !strings.Contains(text, "Deleted"))
+		p.recover(l, code == "503" || code == "400" || deleted || shutdown, code != "503" && !deleted)
 	}
 }
 
@@ -290,16 +289,22 @@ func (p *Puller) recover(l *pull, gone, pause bool) {
 	p.q.running.Go(func() {
 		ctx, cancel := context.WithDeadline(p.q.life, l.deadline)
 		defer cancel()
-		err := p.ensure(ctx, l.epoch, gone)
+		// A status may be a server's last word: the connection goes next, takes this call along, and the server that comes is asked again.
+		err := ErrUnavailable
+		for errors.Is(err, ErrUnavailable) && ctx.Err() == nil {
+			if err = p.q.waitConnected(ctx); err == nil {
+				err = p.ensure(ctx, l.epoch, gone)
+			}
+			if err != nil || pause {
+				select {
+				case <-time.After(refusedPause):
+				case <-ctx.Done():
+				}
+			}
+		}
 		if err != nil && p.q.life.Err() == nil && p.q.nc.IsConnected() {
 			// The next pull finds the same and tries again.
 			p.q.log.Warn("making sure of a consumer", "stream", p.stream, "consumer", p.consumer, "err", err)
-		}
-		if err != nil || pause {
-			select {
-			case <-time.After(refusedPause):
-			case <-ctx.Done():
-			}
 		}
 		p.mu.Lock()
 		defer p.mu.Unlock()
