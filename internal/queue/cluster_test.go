@@ -76,7 +76,7 @@ func TestThreeNodesWorkAsOne(t *testing.T) {
 		t.Cleanup(nc.Close)
 		return nc
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	nc := dial()
 	q, err := queue.Open(ctx, nc, queue.Config{Replicas: 3}, testenv.Log(t)) // nodes take a moment to know each other's stores
@@ -84,7 +84,12 @@ func TestThreeNodesWorkAsOne(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(q.Close)
-	until(t, "the model's streams are made", func() bool { return q.EnsureModel(ctx, model) == nil })
+	for err = q.EnsureModel(ctx, model); err != nil; err = q.EnsureModel(ctx, model) {
+		if ctx.Err() != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
 
 	work := newPuller(t, q, queue.PullerConfig{Kind: queue.Work, Model: model, Class: job.Standard})
 	for _, kind := range []queue.Kind{queue.Work, queue.Live} {

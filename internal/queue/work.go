@@ -16,7 +16,11 @@ const (
 	pageBytes    = 4 << 20 // and its bytes: the last message may go beyond
 )
 
-// store publishes a job's message: WORK by the committer, LIVE at once, for memory needs no sync. Missing streams are made, once.
+// hearsay is how long a message whose stream is missing waits before each further try: the nodes of a cluster hear of a new stream, or of its new leader, one
+// after the other.
+var hearsay = []time.Duration{0, 20 * time.Millisecond, 100 * time.Millisecond, 500 * time.Millisecond}
+
+// store publishes a job's message: WORK by the committer, LIVE at once, for memory needs no sync. Missing streams are made.
 func (q *Queue) store(ctx context.Context, k Kind, m *model, e *envelope) error {
 	ctx, cancel := q.bound(ctx)
 	defer cancel()
@@ -28,7 +32,12 @@ func (q *Queue) store(ctx context.Context, k Kind, m *model, e *envelope) error 
 		} else {
 			_, err = q.commit.publish(ctx, e)
 		}
-		if !errors.Is(err, errNoStream) || try > 0 {
+		if !errors.Is(err, errNoStream) || try == len(hearsay) {
+			return outward(err)
+		}
+		select {
+		case <-time.After(hearsay[try]):
+		case <-ctx.Done():
 			return outward(err)
 		}
 		if err := q.ensure(ctx, m, seen); err != nil {
