@@ -8,8 +8,9 @@ import (
 	"github.com/millrace/millrace/internal/job"
 )
 
-// lineKept is how long the record of a batch's line is kept after its end: for as long as a delivery of it may still be on its way, and those who look at it want to see how it ended. DONE has the truth.
-const lineKept = 15 * time.Minute
+// lineKept is how long the record of a batch's line is kept after its end: as long as a delivery of it is likely to be on its way. DONE has the truth, and is asked once the record is gone.
+// At a thousand lines a second it is 60,000 records.
+const lineKept = time.Minute
 
 // AcceptLines writes the records of batches' lines, as queued, where there are none, and indexes them for Due; they are counted in the backlog, without limits, for their batches were let in whole. Their tenants' lists
 // do not name them, and Redis never keeps their bodies and answers. Records that exist are left alone. All go in few round trips. Made before the lines are published, they are found by whoever

@@ -101,7 +101,7 @@ func lineRecordIsSoonGone(e *env) {
 	}
 	o := completed(c, e, 0)
 	e.ok(e.Finish(e.ctx, j, o, body, nil, nil))
-	if ttl := lives(); ttl <= 0 || ttl > 15*time.Minute {
+	if ttl := lives(); ttl <= 0 || ttl > time.Minute {
 		e.Errorf("after its end the record lives for %s", ttl)
 	}
 	e.ok(e.raw.Del(e.ctx, key).Err())
