@@ -37,7 +37,7 @@ type Config struct {
 	Reconcile time.Duration
 	// AcceptingAfter is how long a job may be in the middle of its acceptance before it is decided for its client. Default 30 s.
 	AcceptingAfter time.Duration
-	// FeedAhead is how much work is kept in the lane that workers pull, as a time at a model's measured throughput. What waits beyond that waits in tenants' lines and batches' files, where whose turn it is can still be decided. Default 4 s.
+	// FeedAhead is how much work is kept in the lane that workers pull, as a time at a model's measured throughput. What waits beyond that waits in tenants' lines and batches' files, where whose turn it is can still be decided: a tenant that comes behind a large backlog waits for so long at least. Default 3 s.
 	FeedAhead time.Duration
 	// FeedLeast is how many jobs are kept there at least, for a model whose throughput is not known. Default 16.
 	FeedLeast int
@@ -69,7 +69,7 @@ func (c *Config) complete() error {
 		{"Deadlines", &c.Deadlines, 250 * time.Millisecond},
 		{"Reconcile", &c.Reconcile, 10 * time.Second},
 		{"AcceptingAfter", &c.AcceptingAfter, 30 * time.Second},
-		{"FeedAhead", &c.FeedAhead, 4 * time.Second},
+		{"FeedAhead", &c.FeedAhead, 3 * time.Second},
 		{"FileSweep", &c.FileSweep, time.Minute},
 		{"BlobSweep", &c.BlobSweep, time.Hour},
 		{"BlobAge", &c.BlobAge, 25 * time.Hour},

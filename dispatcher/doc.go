@@ -2,7 +2,7 @@
 //
 // # Duties of the leader
 //
-//   - feed: keeps about four seconds of work in the lane that workers pull, from the tenants' waiting lines and the batches, by whose turn it is: see internal/fairshare. Each model has a feeder of its own.
+//   - feed: keeps about three seconds of work in the lane that workers pull, from the tenants' waiting lines and the batches, by whose turn it is: see internal/fairshare. Each model has a feeder of its own.
 //   - deaths: ends the leases of a worker that fell silent, hands its deliveries back at once, moves its lane, and ends a job that took down its worker too often.
 //   - deadlines: expires what is late, waiting or running.
 //   - reconcile: compares Redis with the streams, and repairs what a crash or a loss left: jobs that were being accepted, messages or records that are missing, outcomes not yet recorded.

@@ -13,7 +13,7 @@ import (
 
 // addFeed adds what bounds a batch, and how waiting work is fed.
 func addFeed(fs *pflag.FlagSet, c *dispatcher.Config) {
-	c.BatchMaxLines, c.FeedAhead, c.BatchFloor = 50_000, 4*time.Second, 0.1
+	c.BatchMaxLines, c.FeedAhead, c.BatchFloor = 50_000, 3*time.Second, 0.1
 	fs.Int64Var(&c.BatchMaxLines, "max-batch-lines", c.BatchMaxLines, "most requests of one batch")
 	fs.DurationVar(&c.FeedAhead, "feed-ahead", c.FeedAhead, "how much work is kept where workers pull it, as a time: the rest waits where it can still be decided whose turn it is")
 	fs.Float64Var(&c.BatchFloor, "batch-floor", c.BatchFloor, "share of that which batch work may always fill, from 0 to below 1")

@@ -37,7 +37,7 @@ func TestDecide(t *testing.T) {
 		"also without a dispatcher":                       {view: admission.View{Known: true, Limited: true}, lane: admission.TenantLine},
 		"but a live job is counted where it waits":        {live: true, view: admission.View{Known: true, Limited: true}, lane: admission.Shared},
 		"a fast model's lane is deeper":                   {view: admission.View{Known: true, Leader: true, Shared: 64, JobsPerSecond: 100}, lane: admission.Shared},
-		"and deep at four seconds of work":                {view: admission.View{Known: true, Leader: true, Shared: 400, JobsPerSecond: 100}, lane: admission.TenantLine},
+		"and deep at three seconds of work":               {view: admission.View{Known: true, Leader: true, Shared: 300, JobsPerSecond: 100}, lane: admission.TenantLine},
 		"without a dispatcher nobody moves waiting lines": {view: admission.View{Known: true, Shared: 1000, TenantWaiting: 9}, lane: admission.Shared},
 		"a live job has no waiting line":                  {live: true, view: admission.View{Known: true, Leader: true, Shared: 1000, TenantWaiting: 9}, lane: admission.Shared},
 		"the queue is 80 % full":                          {view: admission.View{Known: true, WorkFill: 0.8}, code: job.CodeQueueFull, names: []string{"80 %"}},

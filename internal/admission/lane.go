@@ -16,7 +16,7 @@ const (
 // that the shared lane holds at least before it counts as deep: as much as the dispatcher keeps in it.
 const (
 	MinDeep     = 64
-	DeepSeconds = 4
+	DeepSeconds = 3
 )
 
 // lane is where a job waits that may enter, and the worker of a WorkerLane. The worker that has its cache is asked first: that one has room, so the job passes no other that could run there.
