@@ -177,7 +177,7 @@ func TestExpiryEndsAllThatHasNotEnded(t *testing.T) {
 	g := newGate(4)
 	e.crew(model, 1, g.engine)
 	const n = 40
-	b := e.batch(e.upload(requests(n)), func(b *ledger.Batch) { b.Expires = b.Created + 2000 })
+	b := e.batch(e.upload(requests(n)), func(b *ledger.Batch) { b.Expires = b.Created + 5000 })
 	row := e.batchEnds(b, ledger.Expired)
 	output, errs := e.files(row, n)
 	if row.Expired == 0 || row.Expired < row.Expires || len(output) != 4 {

@@ -121,7 +121,7 @@ func (e *env) open(l *link, redis string) parts {
 	e.Helper()
 	log := testenv.Log(e)
 	nc, err := nats.Connect("", nats.InProcessServer(l), nats.ReconnectBufSize(-1), nats.MaxReconnects(-1), nats.ReconnectWait(20*time.Millisecond),
-		nats.ReconnectJitter(0, 0), nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) {}))
+		nats.ReconnectJitter(0, 0), nats.Timeout(patience), nats.ErrorHandler(func(*nats.Conn, *nats.Subscription, error) {}))
 	e.ok(err)
 	e.Cleanup(nc.Close)
 	ctx, cancel := context.WithTimeout(context.Background(), patience)

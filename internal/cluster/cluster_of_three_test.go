@@ -70,7 +70,14 @@ func TestLeaseAndModelsOutliveTheLossOfOneOfThreeServers(t *testing.T) {
 	}
 	t.Cleanup(nc.Close)
 	start := time.Now()
-	c := open(t, nc, cluster.Config{Replicas: 3})
+	var c *cluster.Cluster
+	eventually(t, "the buckets are made", func() bool { // servers that elect a leader answer nothing that they were asked meanwhile
+		short, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		defer cancel()
+		c, err = cluster.Open(short, nc, cluster.Config{Replicas: 3}, testenv.Log(t))
+		return err == nil
+	})
+	t.Cleanup(c.Close)
 	eventually(t, "the bucket takes writes", func() bool { // its first leader may still be elected
 		return c.Remember(t.Context(), cluster.KnownModel{Model: "m", Largest: 7}) == nil
 	})

@@ -169,7 +169,7 @@ func announce(t testing.TB, c *cluster.Cluster, id, process string) (farewell fu
 // eventually waits until what holds. Heartbeats are heard by a goroutine that tells nobody.
 func eventually(t testing.TB, what string, holds func() bool) {
 	t.Helper()
-	for deadline := time.Now().Add(20 * time.Second); !holds(); time.Sleep(2 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); !holds(); time.Sleep(2 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("in vain waited until %s", what)
 		}

@@ -44,14 +44,14 @@ func StartNATS(cfg NATSConfig) (*NATS, error) {
 	}
 	o := &natsserver.Options{
 		ServerName: "millrace-embedded", JetStream: true, StoreDir: cfg.Dir, NoSigs: true,
-		SyncAlways: !cfg.Relaxed, SyncInterval: 100 * time.Millisecond,
+		SyncAlways: !cfg.Relaxed,
 		MaxPayload: cfg.MaxPayload, JetStreamMaxStore: cfg.StoreLimit, JetStreamMaxMemory: cfg.MemoryLimit,
 		DontListen: cfg.Listen == "",
 		// Windows of a second for pings would cut slow laptops off; the client pings more often than this.
 		PingInterval: time.Minute,
 	}
 	if cfg.Relaxed {
-		o.SyncAlways = false
+		o.SyncInterval = 100 * time.Millisecond
 	}
 	if cfg.User != "" {
 		// The server's own user and password make it warn of a file that holds them, and there is none.

@@ -67,7 +67,7 @@ func (s *server) InProcessConn() (net.Conn, error) {
 
 func connect(t testing.TB, s *server) *nats.Conn {
 	t.Helper()
-	nc, err := nats.Connect("", nats.InProcessServer(s), nats.ReconnectBufSize(-1), nats.MaxReconnects(-1), nats.ReconnectWait(10*time.Millisecond))
+	nc, err := nats.Connect("", nats.InProcessServer(s), nats.ReconnectBufSize(-1), nats.MaxReconnects(-1), nats.ReconnectWait(10*time.Millisecond), nats.Timeout(20*time.Second))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -8,15 +8,42 @@ import (
 	"testing"
 )
 
-// given are the ports that this run has given away: one that is free now may be another test's in a moment.
+// The ports that tests listen on lie below those that systems give to outgoing connections: none of these takes one before it is listened on, or while a process that is
+// to have it again is dead.
+const (
+	firstPort = 15_000
+	ports     = 15_000
+	ownPorts  = 500
+)
+
+// block is ports of which no other process's tests get one while this process listens on the one before the first.
+type block struct {
+	first, n int
+	held     net.Listener
+}
+
+// own is this process's block; all ports if there are more processes than blocks.
+var own = sync.OnceValue(func() block {
+	for _, i := range rand.Perm(ports / ownPorts) {
+		at := firstPort + i*ownPorts
+		if l, err := net.Listen("tcp", loopback(at)); err == nil {
+			return block{at + 1, ownPorts - 1, l}
+		}
+	}
+	return block{first: firstPort, n: ports}
+})
+
+// given are the ports of tests that run: one that is free now may be another test's in a moment.
 var given sync.Map
 
-// FreeAddr is a loopback address that nobody listens on, and that no other test gets. It lies below the ports that systems give to outgoing connections: none of
-// those takes it before it is listened on, or while a process that is to have it again is dead.
+func loopback(port int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(port)) }
+
+// FreeAddr is a loopback address that nobody listens on, and that no other test gets before this one has ended.
 func FreeAddr(t testing.TB) string {
 	t.Helper()
+	own := own()
 	for range 1000 {
-		addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(15_000+rand.IntN(15_000)))
+		addr := loopback(own.first + rand.IntN(own.n))
 		l, err := net.Listen("tcp", addr)
 		if err != nil {
 			continue
@@ -25,6 +52,7 @@ func FreeAddr(t testing.TB) string {
 			t.Fatal(err)
 		}
 		if _, taken := given.LoadOrStore(addr, true); !taken {
+			t.Cleanup(func() { given.Delete(addr) })
 			return addr
 		}
 	}

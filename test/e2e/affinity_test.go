@@ -51,6 +51,7 @@ func newPool(t *testing.T, workers int) *pool {
 		p.workers = append(p.workers, p.cluster.worker(fmt.Sprint("worker-", i), e.URL))
 	}
 	p.startAll(append(all, p.workers...)...)
+	p.served()
 	for _, a := range p.apis {
 		eventually(t, patience, "the API knows all workers", func() error {
 			var list struct {
@@ -143,15 +144,23 @@ func (p *pool) round(talks []*talk, turns int, headers func(*talk) []string) {
 	}
 }
 
-// ideal is how many prompt tokens a cache that never forgets would have found in each turn of the talks from turn `from` on: they are taken once more, in order, by an engine with such a cache.
-func ideal(t *testing.T, talks []*talk, from int) map[string]int64 {
+// ideal is an engine with a cache that never forgets, which gets each turn of the talks once more, in order.
+type ideal struct {
+	engine *emulatortest.Server
+	found  map[*talk][]int64 // by turn, how many prompt tokens its cache had
+}
+
+func newIdeal(t *testing.T) *ideal {
+	return &ideal{emulatortest.Start(t, emulator.Config{Models: []string{model}, Profile: "l40s-8b", Speed: 1e6, KVTokens: 4_000_000}), map[*talk][]int64{}}
+}
+
+// hits are how many prompt tokens its cache had in the talks' turns so far, from turn `from` on.
+func (i *ideal) hits(t *testing.T, talks []*talk, from int) (hits int64) {
 	t.Helper()
-	e := emulatortest.Start(t, emulator.Config{Models: []string{model}, Profile: "l40s-8b", Speed: 1e6, KVTokens: 4_000_000})
-	found := map[string]int64{}
 	for _, k := range talks {
-		for n, body := range k.bodies {
-			before := e.Stats().PrefixHits
-			resp, err := http.Post(e.URL+"/v1/chat/completions", "application/json", bytes.NewReader(body))
+		for n := len(i.found[k]); n < len(k.bodies); n++ {
+			before := i.engine.Stats().PrefixHits
+			resp, err := http.Post(i.engine.URL+"/v1/chat/completions", "application/json", bytes.NewReader(k.bodies[n]))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -160,19 +169,13 @@ func ideal(t *testing.T, talks []*talk, from int) map[string]int64 {
 			if err != nil || resp.StatusCode != http.StatusOK {
 				t.Fatalf("replaying turn %d of %s: %d %v", n, k.name, resp.StatusCode, err)
 			}
-			if n >= from {
-				found[k.name] += e.Stats().PrefixHits - before
-			}
+			i.found[k] = append(i.found[k], i.engine.Stats().PrefixHits-before)
+		}
+		for _, n := range i.found[k][from:] {
+			hits += n
 		}
 	}
-	return found
-}
-
-func sum(m map[string]int64) (n int64) {
-	for _, v := range m {
-		n += v
-	}
-	return n
+	return hits
 }
 
 func talksOf(t testing.TB, n int, system func(i int) string) []*talk {
@@ -195,7 +198,8 @@ func TestSessionsStayWhereTheirCacheIs(t *testing.T) {
 	p.round(talks, turns, header)
 
 	hits, queries := p.hits()
-	best := sum(ideal(t, talks, 0))
+	ideal := newIdeal(t)
+	best := ideal.hits(t, talks, 0)
 	p.tell()
 	t.Logf("of %d prompt tokens %d were in the caches, ideally %d (%.1f %%)", queries, hits, best, 100*float64(hits)/float64(best))
 	if float64(hits) < warmShare*float64(best) {
@@ -223,8 +227,8 @@ func TestSessionsStayWhereTheirCacheIs(t *testing.T) {
 	before, _ := p.hits()
 	p.round(talks, 3, header)
 	after, _ := p.hits()
-	coldOnce := sum(ideal(t, orphans, turns)) - sum(ideal(t, orphans, turns+1))
-	best = sum(ideal(t, talks, turns))
+	coldOnce := ideal.hits(t, orphans, turns) - ideal.hits(t, orphans, turns+1)
+	best = ideal.hits(t, talks, turns)
 	t.Logf("after the death of the owner of %d sessions, %d of %d prompt tokens were in the caches; one cold turn each is %d", len(orphans), after-before, best, coldOnce)
 	if got := after - before; float64(got) < warmShare*float64(best-coldOnce) {
 		t.Errorf("the caches had %d prompt tokens: more than one cold turn of each of %d sessions, which leaves %d", got, len(orphans), best-coldOnce)
@@ -236,7 +240,7 @@ func TestSessionsStayWhereTheirCacheIs(t *testing.T) {
 	before, _ = p.hits()
 	p.round(talks, 5, header) // of one turn alone a few that spill would be a tenth
 	after, _ = p.hits()
-	best = sum(ideal(t, talks, turns+4))
+	best = ideal.hits(t, talks, turns+4)
 	if got := after - before; float64(got) < warmShare*float64(best) {
 		t.Errorf("from the second turn on after the store was wiped the caches had %d prompt tokens of %d", got, best)
 	}
@@ -254,7 +258,7 @@ func TestPromptsThatBeginAlikeMeet(t *testing.T) {
 	none := func(*talk) []string { return nil }
 	p.round(talks, turns, none)
 	hits, _ := p.hits()
-	best := sum(ideal(t, talks, 0))
+	best := newIdeal(t).hits(t, talks, 0)
 	p.tell()
 	t.Logf("%d prompt tokens were in the caches, ideally %d (%.1f %%)", hits, best, 100*float64(hits)/float64(best))
 	if float64(hits) < alikeShare*float64(best) {

@@ -158,20 +158,30 @@ func deployOn(t *testing.T, database string, slots int, workerArgs ...string) *d
 	d.worker = c.worker("worker", d.engine.URL, append(plain(slots), workerArgs...)...)
 	d.startAll(d.api.process, d.dispatcher, d.worker)
 	c.whole()
+	c.served()
 	return d
 }
 
 // whole waits until the dispatcher has seen that the new store is empty: before that a request with a key could repeat one of which nobody knows.
 func (c *cluster) whole() {
 	c.t.Helper()
+	const parts = 16
+	exist := []string{"EXISTS"}
+	for i := range parts {
+		exist = append(exist, fmt.Sprintf("mr:{%d}:whole", i))
+	}
 	eventually(c.t, patience, "the store is whole", func() error {
-		for i := range 16 {
-			if key := fmt.Sprintf("mr:{%d}:whole", i); c.do("EXISTS", key) != int64(1) {
-				return fmt.Errorf("there is no %s", key)
-			}
+		if n := c.do(exist...); n != int64(parts) {
+			return fmt.Errorf("%v of its %d parts are", n, parts)
 		}
 		return nil
 	})
+}
+
+// served waits until a worker has made the model's streams: where many tests sync to one disk that may take longer than a request waits.
+func (c *cluster) served() {
+	c.t.Helper()
+	workEmpty(c.t, connect(c.t, c.natsURL()))
 }
 
 // plain are a worker's arguments for an engine that tells no limits.

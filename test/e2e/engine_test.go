@@ -32,9 +32,32 @@ type engineCall struct {
 	job  string
 	path string
 	body []byte
-	// ended is closed at its end; gone says then whether the caller left before.
+	// ended is closed at its end; gone says then whether the caller left before it was answered whole.
 	ended chan struct{}
 	gone  bool
+}
+
+// wholeWriter notes the end of what is answered. A caller that has read all may break the connection before the call has ended.
+type wholeWriter struct {
+	http.ResponseWriter
+	end []byte
+}
+
+func (w *wholeWriter) Write(p []byte) (int, error) {
+	n, err := w.ResponseWriter.Write(p)
+	const enough = 64
+	w.end = append(w.end[max(0, len(w.end)-enough):], p[max(0, n-enough):n]...)
+	return n, err
+}
+
+func (w *wholeWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+// whole: a stream has said that it is done, and an answer in one piece is written at once.
+func (w *wholeWriter) whole() bool {
+	if strings.HasPrefix(w.Header().Get("Content-Type"), "text/event-stream") {
+		return bytes.HasSuffix(w.end, []byte("data: [DONE]\n\n"))
+	}
+	return len(w.end) > 0
 }
 
 // startEngine runs an engine until the test ends.
@@ -66,8 +89,9 @@ func (e *engine) serve(w http.ResponseWriter, r *http.Request) {
 	e.calls = append(e.calls, c)
 	door := e.door
 	e.mu.Unlock()
+	answered := &wholeWriter{ResponseWriter: w}
 	defer func() {
-		c.gone = r.Context().Err() != nil
+		c.gone = r.Context().Err() != nil && !answered.whole()
 		close(c.ended)
 	}()
 	if door != nil {
@@ -78,7 +102,7 @@ func (e *engine) serve(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 	r.Body = io.NopCloser(bytes.NewReader(body))
-	e.emu.Handler().ServeHTTP(w, r)
+	e.emu.Handler().ServeHTTP(answered, r)
 }
 
 // shut keeps the calls that come from now on waiting.

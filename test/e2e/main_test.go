@@ -52,7 +52,7 @@ func TestMain(m *testing.M) {
 		fatal(err)
 	}
 	program = filepath.Join(dir, "millrace")
-	args := []string{"build", "-o", program}
+	args := []string{"build", "-ldflags=-s -w", "-o", program}
 	if raceEnabled {
 		args = append(args, "-race")
 	}

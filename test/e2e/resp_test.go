@@ -15,12 +15,12 @@ import (
 // do runs one command on the Redis server and returns its answer: a string, an int64, a []any, or nil.
 func (c *cluster) do(args ...string) any {
 	c.t.Helper()
-	conn, err := net.DialTimeout("tcp", c.redis.Addr, 2*time.Second)
+	conn, err := net.DialTimeout("tcp", c.redis.Addr, patience)
 	if err != nil {
 		c.t.Fatal(err)
 	}
 	defer conn.Close()
-	if err := conn.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+	if err := conn.SetDeadline(time.Now().Add(patience)); err != nil {
 		c.t.Fatal(err)
 	}
 	var b strings.Builder

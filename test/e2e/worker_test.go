@@ -25,6 +25,7 @@ func TestWorkersKilledEverySecondLoseNoJob(t *testing.T) {
 		workers[i] = c.worker(fmt.Sprint("worker-", i), e.URL, plain(2)...)
 	}
 	c.startAll(slices.Concat(workers, []*process{api.process, dispatcher})...)
+	c.served()
 	ids := api.submitMany(64, "", func(i int) string { return marked("tokens=12,token-delay=50ms", i) })
 	stop := make(chan struct{})
 	var killer sync.WaitGroup
@@ -472,9 +473,12 @@ func TestStalledEngineLosesItsWork(t *testing.T) {
 		}
 		live <- a
 	}()
-	for _, id := range ids {
-		d.engine.called(t, id, 1)
-	}
+	eventually(t, patience, "the engine has all calls, or has lost those that it had", func() error {
+		if n := len(d.engine.all()); n < len(ids)+1 && (n == 0 || d.worker.ready() == nil) {
+			return fmt.Errorf("it has %d", n)
+		}
+		return nil
+	})
 	healthy := startEngine(t)
 	second := d.cluster.worker("second", healthy.URL, plain(8)...)
 	second.start()

@@ -107,9 +107,9 @@ func TestACommandThatHangsIsKilledWithWhatItStarted(t *testing.T) {
 	t.Parallel()
 	p, hung := newProvider(), pool("p", t.TempDir())
 	hung.Command.Start = shell("echo loading; sleep 1000 & sleep 1000")
-	hung.Command.Timeout = scale.Duration(50 * time.Millisecond)
+	hung.Command.Timeout = scale.Duration(2 * time.Second) // to begin
 	err := p.Start(t.Context(), hung, "w", 1)
-	if err == nil || !strings.Contains(err.Error(), "it has not ended after 50ms") || !strings.HasSuffix(err.Error(), ": loading") || errors.Is(err, context.DeadlineExceeded) {
+	if err == nil || !strings.Contains(err.Error(), "it has not ended after 2s") || !strings.HasSuffix(err.Error(), ": loading") || errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("%v", err)
 	}
 }
