@@ -324,7 +324,7 @@ func (d *Decision) stop(c counts, p *Pool) {
 		}
 		return
 	}
-	d.Action, d.Reason = Busy, fmt.Sprintf("%s would do, but none of %d is idle: a worker that runs something or starts is not stopped", workers(d.Want), c.live)
+	d.Action, d.Reason = Busy, fmt.Sprintf("%s would do, but none of %d has been idle for long enough: one that runs something, has just done so, or starts is not stopped", workers(d.Want), c.live)
 }
 
 // first orders true before false.

@@ -73,7 +73,7 @@ func arriving(f func(ago float64) float64, noise *rand.Rand) []scale.Arrivals {
 		if noise != nil {
 			n = int(math.Round(max(0, mean+math.Sqrt(mean)*noise.NormFloat64())))
 		}
-		all = append(all, scale.Arrivals{Start: start, Amount: scale.Amount{Jobs: n, Tokens: job.Tokens(500 * n)}, Squares: float64(n) * 500 * 500, Spread: 4.5})
+		all = append(all, scale.Arrivals{Start: start, Amount: scale.Amount{Jobs: n, Tokens: job.Tokens(500 * n)}, Squares: float64(n) * 500 * 500})
 	}
 	return all
 }
@@ -113,7 +113,7 @@ func TestDecide(t *testing.T) {
 		"a busy worker stays though nothing waits": {
 			pool: "idle: 5s, cooldown: 5s", sample: aSample(busy4...),
 			change:  func(s *scale.Sample) { s.InFlight = scale.Amount{Jobs: 4, Tokens: 4000} },
-			history: wanted(1, 0), want: scale.Decision{Want: 1, Action: scale.Busy}, reason: "none of 4 is idle",
+			history: wanted(1, 0), want: scale.Decision{Want: 1, Action: scale.Busy}, reason: "none of 4 has been idle for long enough",
 		},
 		"an idle one goes when fewer were enough for the cool-down": {
 			sample: aSample(append(some(2, scale.Ready, time.Hour, 0), some(1, scale.Ready, time.Hour, 1)...)...), change: func(s *scale.Sample) { s.InFlight = scale.Amount{Jobs: 1, Tokens: 1000} },
@@ -276,7 +276,7 @@ func TestAnyWorkWakesAnEmptyPool(t *testing.T) {
 	}
 }
 
-// TestForecast tells a level, a step, a heap and a ramp apart, by chance's own measure.
+// TestForecast tells a level, a step and a ramp apart, by chance's own measure.
 func TestForecast(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
@@ -284,18 +284,15 @@ func TestForecast(t *testing.T) {
 		now   float64
 		least float64 // of the trend; 0: there must be none
 		most  float64
-		heap  bool
 		share float64 // share of the runs that agree at least
 	}{
-		"a level":                 {rate: steady(2000), now: 2000, share: 0.9},
-		"a step 5 s ago":          {rate: func(ago float64) float64 { return pick(ago < 5, 20_000, 1000) }, now: 20_000, share: 0.85},
-		"a step 15 s ago":         {rate: func(ago float64) float64 { return pick(ago < 15, 20_000, 1000) }, now: 20_000, share: 0.85},
-		"a step 60 s ago":         {rate: func(ago float64) float64 { return pick(ago < 60, 20_000, 1000) }, now: 20_000, share: 0.85},
-		"a fall":                  {rate: func(ago float64) float64 { return pick(ago < 30, 1000, 20_000) }, now: 1000, share: 0.85},
-		"a ramp since 60 s":       {rate: func(ago float64) float64 { return 1000 + max(0, 60-ago)*160 }, now: 10_600, least: 15_000, most: 22_000, share: 0.85},
-		"a slow ramp":             {rate: func(ago float64) float64 { return 1000 + max(0, 300-ago)*32 }, now: 10_600, least: 11_000, most: 13_500, share: 0.5},
-		"a heap in one bucket":    {rate: func(ago float64) float64 { return pick(ago < 5, 20_000, 0) }, now: 0, heap: true, share: 0.85},
-		"one between two buckets": {rate: func(ago float64) float64 { return pick(ago < 10, 10_000, 0) }, now: 0, heap: true, share: 0.85},
+		"a level":           {rate: steady(2000), now: 2000, share: 0.9},
+		"a step 5 s ago":    {rate: func(ago float64) float64 { return pick(ago < 5, 20_000, 1000) }, now: 20_000, share: 0.85},
+		"a step 15 s ago":   {rate: func(ago float64) float64 { return pick(ago < 15, 20_000, 1000) }, now: 20_000, share: 0.85},
+		"a step 60 s ago":   {rate: func(ago float64) float64 { return pick(ago < 60, 20_000, 1000) }, now: 20_000, share: 0.85},
+		"a fall":            {rate: func(ago float64) float64 { return pick(ago < 30, 1000, 20_000) }, now: 1000, share: 0.85},
+		"a ramp since 60 s": {rate: func(ago float64) float64 { return 1000 + max(0, 60-ago)*160 }, now: 10_600, least: 15_000, most: 22_000, share: 0.85},
+		"a slow ramp":       {rate: func(ago float64) float64 { return 1000 + max(0, 300-ago)*32 }, now: 10_600, least: 11_000, most: 13_500, share: 0.5},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -303,11 +300,6 @@ func TestForecast(t *testing.T) {
 			good := 0
 			for seed := range uint64(runs) {
 				recent := arriving(c.rate, rand.New(rand.NewPCG(seed, 1)))
-				if c.heap {
-					for i := range recent {
-						recent[i].Spread = 1.5
-					}
-				}
 				d := scale.Decide(aSample(), scale.History{Recent: recent}, aPool(t, ""))
 				f := d.Forecast
 				trend := f.Trend == 0
@@ -345,7 +337,7 @@ func TestWorkersAreAskedForAColdStartAhead(t *testing.T) {
 	asked := []time.Time{long, long, long, long} // when each worker was
 	for now := noon.Add(-10 * time.Minute); now.Before(noon.Add(20 * time.Minute)); now = now.Add(scale.Bucket) {
 		n := int(math.Round(rate(now) * scale.Bucket.Seconds() / 100))
-		h.Recent = append(h.Recent, scale.Arrivals{Start: now, Amount: scale.Amount{Jobs: n, Tokens: job.Tokens(100 * n)}, Squares: float64(n) * 100 * 100, Spread: 4.5})
+		h.Recent = append(h.Recent, scale.Arrivals{Start: now, Amount: scale.Amount{Jobs: n, Tokens: job.Tokens(100 * n)}, Squares: float64(n) * 100 * 100})
 		if len(h.Recent) > 120 {
 			h.Recent = h.Recent[1:]
 		}

@@ -9,8 +9,6 @@ import (
 const (
 	// significant is how many standard errors a change must be away from chance.
 	significant = 3
-	// evenly is the least Spread of arrivals that come at a rate. What comes at once is a heap, as of a program that submits what it has: it counts as backlog, and promises no more.
-	evenly = 3
 	// worth is by how much a change must lessen the sum of squares, in variances, and doubt how much more if only one full bucket tells of it.
 	worth, doubt = 10, 4
 	// lasting is for how many times as long as it lasted so far a ramp is expected to go on.
@@ -19,6 +17,8 @@ const (
 	shortest = 3
 	// near is the share of a rate from which on another one is like it.
 	near = 0.5
+	// regular is how many heaps of one size there must be for more of them to be expected.
+	regular = 5
 	// window is how many buckets a forecast from the recent past looks at.
 	window = 24
 	// sizeSpread is E[X^2]/E[X]^2 of a job's tokens where the squares are not known: that of an exponential distribution.
@@ -30,9 +30,9 @@ const (
 // Arrivals are taken to be a compound Poisson process: jobs come by chance, each with its tokens X. The sum of a bucket then has the variance n E[X^2], of which the sum of squares is an estimate without bias. As the
 // estimate of one bucket is rough, E[X^2] is taken over all of them.
 type rates struct {
-	y    []float64 // tokens per second
-	heap bool      // what came in the last bucket came at once
-	size float64   // E[X^2]/E[X], tokens: a rate's variance over T seconds is size x rate / T
+	y     []float64 // tokens per second, without heaps
+	often float64   // tokens per second of heaps that keep coming
+	size  float64   // E[X^2]/E[X], tokens: a rate's variance over T seconds is size x rate / T
 }
 
 func newRates(recent []Arrivals) rates {
@@ -40,24 +40,36 @@ func newRates(recent []Arrivals) rates {
 		recent = recent[len(recent)-window:]
 	}
 	r := rates{y: make([]float64, len(recent))}
-	var jobs, tokens, squares float64
+	var jobs, tokens, squares, heaped, heapSquares float64
 	for i, a := range recent {
-		r.y[i] = float64(a.Tokens) / Bucket.Seconds()
-		jobs += float64(a.Jobs)
-		tokens += float64(a.Tokens)
-		squares += a.Squares
+		heaped += a.Heaped
+		heapSquares += a.Heaped * a.Heaped
+		if a.Tokens == 0 {
+			continue
+		}
+		rest := float64(a.Tokens) - a.Heaped
+		r.y[i] = rest / Bucket.Seconds()
+		jobs += float64(a.Jobs) * rest / float64(a.Tokens)
+		tokens += rest
+		squares += a.Squares * rest / float64(a.Tokens)
 	}
-	if n := len(recent); n > 0 {
-		r.heap = recent[n-1].Tokens > 0 && recent[n-1].Spread < evenly
-	}
-	switch {
-	case tokens == 0:
-	case squares > 0:
-		r.size = squares / tokens
-	default:
-		r.size = sizeSpread * tokens / max(jobs, 1)
+	r.size = sizeOf(jobs, tokens, squares)
+	if heaped*heaped > regular*heapSquares {
+		r.often = heaped / (float64(len(recent)) * Bucket.Seconds())
 	}
 	return r
+}
+
+// sizeOf is E[X^2]/E[X] of some jobs.
+func sizeOf(jobs, tokens, squares float64) float64 {
+	switch {
+	case tokens == 0:
+		return 0
+	case squares > 0:
+		return squares / tokens
+	default:
+		return sizeSpread * tokens / max(jobs, 1)
+	}
 }
 
 // differ tells whether two means of so many buckets are further apart than chance would have them if both had the rate a.
@@ -70,11 +82,19 @@ func (r rates) variance(rate float64, n int) float64 {
 	return r.size * max(rate, r.size/(float64(n)*Bucket.Seconds())) / (float64(n) * Bucket.Seconds())
 }
 
-// forecast is the rate now, and where it leads until ahead: trend is 0 if there is no significant one.
+// forecast is the rate now, of heaps that keep coming, too, and where it leads until ahead: trend is 0 if there is no significant one.
+func (r rates) forecast(ahead time.Duration) (now, trend float64) {
+	if now, trend = r.leads(ahead); trend > 0 {
+		trend += r.often
+	}
+	return now + r.often, trend
+}
+
+// leads is the rate now without heaps, and where it leads until ahead: trend is 0 if there is no significant one.
 //
 // The recent past is taken for a level that changed once: into another level, or into a ramp that begins there. The change is put where that explains most. So a step is not taken for the beginning of an endless climb,
 // and what came before a change does not dilute what came after it. A change must be worth it: chance alone makes some.
-func (r rates) forecast(ahead time.Duration) (now, trend float64) {
+func (r rates) leads(ahead time.Duration) (now, trend float64) {
 	n := len(r.y)
 	if n == 0 || r.size == 0 { // nothing came
 		return 0, 0
@@ -125,7 +145,7 @@ type fit struct {
 func (r rates) step(i int, before float64) fit {
 	after := r.y[i+1:]
 	f := fit{at: i}
-	if len(after) == 0 || r.heap && len(after) < shortest {
+	if len(after) == 0 {
 		return f
 	}
 	f.level = mean(after)
@@ -134,8 +154,8 @@ func (r rates) step(i int, before float64) fit {
 	}
 	f.cost, f.good = r.misfit(after, f.expects)
 	between := min(max(r.y[i], min(before, f.level)), max(before, f.level))
-	first, _ := r.misfit(r.y[i:i+1], func(int) float64 { return between })
-	f.cost += first + worth
+	first, changes := r.misfit(r.y[i:i+1], func(int) float64 { return between })
+	f.cost, f.good = f.cost+first+worth, f.good && changes
 	if len(after) == 1 { // there are many chances for chance to make such a one
 		f.cost += doubt
 	}
@@ -146,7 +166,7 @@ func (r rates) step(i int, before float64) fit {
 func (r rates) ramp(i int, before float64) fit {
 	after := r.y[i:]
 	f := fit{at: i, level: before}
-	if len(after) < shortest || r.heap && len(after) == shortest || !r.differ(before, i, mean(after), len(after)) {
+	if len(after) < shortest || !r.differ(before, i, mean(after), len(after)) {
 		return f
 	}
 	f.slope = kink(after, before)

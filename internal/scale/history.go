@@ -37,17 +37,14 @@ func (m *Memory) History(recent []Arrivals, season *Season) History {
 // bucket at the beginning is left out.
 func Buckets(list, seconds []Arrivals) []Arrivals {
 	const long = int(Bucket / time.Second)
-	for seconds = seconds[len(seconds)%long:]; len(seconds) > 0; seconds = seconds[long:] {
-		b := Arrivals{Start: seconds[0].Start}
-		var squares float64 // of the seconds' tokens
-		for _, s := range seconds[:long] {
-			b.Jobs += s.Jobs
-			b.Tokens += s.Tokens
-			b.Squares += s.Squares
-			squares += float64(s.Tokens) * float64(s.Tokens)
-		}
-		if squares > 0 {
-			b.Spread = float64(b.Tokens) * float64(b.Tokens) / squares
+	heaped := heaps(seconds)
+	for i := len(seconds) % long; i < len(seconds); i += long {
+		b := Arrivals{Start: seconds[i].Start}
+		for k := i; k < i+long; k++ {
+			b.Jobs += seconds[k].Jobs
+			b.Tokens += seconds[k].Tokens
+			b.Squares += seconds[k].Squares
+			b.Heaped += heaped[k]
 		}
 		list = append(list, b)
 	}

@@ -2,12 +2,15 @@ package scale
 
 import (
 	"bytes"
+	"cmp"
 	"encoding"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
+	"net/url"
 	"reflect"
 	"regexp"
 	"slices"
@@ -148,7 +151,7 @@ func readPool(node *yaml.Node) (p *Pool, line int, err error) {
 	if at, err := new(fitting).fits(node, reflect.TypeFor[Pool](), ""); err != nil {
 		return nil, at.Line, err
 	}
-	p = new(Pool)
+	p = unset()
 	if err := node.Decode(p); err != nil {
 		return nil, node.Line, plainYAML(err)
 	}
@@ -322,7 +325,26 @@ func eachField(n *yaml.Node, path string, f func(key, value *yaml.Node, path str
 	return nil, nil
 }
 
-// complete gives zero fields their defaults.
+// noMax is the max of a pool that names none.
+const noMax = math.MinInt
+
+// unset has the defaults of the fields in which zero is a value of its own.
+func unset() *Pool {
+	return &Pool{Max: noMax, Idle: Duration(5 * time.Minute), Cooldown: Duration(5 * time.Minute), Headroom: 0.2, Drain: Duration(10 * time.Minute), ColdStart: Duration(time.Minute)}
+}
+
+// UnmarshalYAML reads a section, with the default of what it leaves out.
+func (c *Command) UnmarshalYAML(node *yaml.Node) error {
+	type plain Command
+	read := plain{Timeout: Duration(2 * time.Minute)}
+	if err := node.Decode(&read); err != nil {
+		return err
+	}
+	*c = Command(read)
+	return nil
+}
+
+// complete gives the other fields that are zero their defaults.
 func (p *Pool) complete() {
 	if p.Shape.GPUs == 0 && (p.Shape.TensorParallel > 0 || p.Shape.PipelineParallel > 0) {
 		p.Shape.GPUs = max(1, p.Shape.TensorParallel) * max(1, p.Shape.PipelineParallel)
@@ -334,27 +356,15 @@ func (p *Pool) complete() {
 	if len(p.Engine.Command) > 0 || p.Engine.Image != "" {
 		orDefault(&p.Engine.URL, "http://127.0.0.1:{port}")
 	}
-	orDefault(&p.Idle, Duration(5*time.Minute))
-	orDefault(&p.Cooldown, Duration(5*time.Minute))
-	orDefault(&p.Headroom, 0.2)
-	orDefault(&p.Drain, Duration(10*time.Minute))
-	orDefault(&p.ColdStart, Duration(time.Minute))
 	orDefault(&p.Timezone, "UTC")
 	wait := map[job.Class]Duration{job.Interactive: Duration(2 * time.Second), job.Standard: Duration(30 * time.Second), job.Batch: Duration(10 * time.Minute)}
-	for class, d := range p.TargetWait {
-		if d != 0 {
-			wait[class] = d
-		}
-	}
+	maps.Copy(wait, p.TargetWait)
 	p.TargetWait = wait
 	if p.Provider == "docker" {
 		if p.Docker == nil {
 			p.Docker = new(Docker)
 		}
 		orDefault(&p.Docker.WorkerImage, "millrace:local")
-	}
-	if p.Command != nil {
-		orDefault(&p.Command.Timeout, Duration(2*time.Minute))
 	}
 	// Lists are shown as lists also where there is nothing in them.
 	if p.Schedule == nil {
@@ -389,6 +399,13 @@ const (
 var (
 	poolName = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]*[a-z0-9])?$`)
 	envName  = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
+	// placeholder stands in an engine's command and URL for what is known when it is started.
+	placeholder = regexp.MustCompile(`\{[a-z_]+\}`)
+	// volume is one of Docker's: what is mounted, where, and how.
+	volume = regexp.MustCompile(`^([A-Za-z0-9][A-Za-z0-9_.-]*|/[^:]*):/[^:]*(:[a-zA-Z,]+)?$`)
+	// objectName and namespaceName are what Kubernetes takes as such.
+	objectName    = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$`)
+	namespaceName = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]*[a-z0-9])?$`)
 )
 
 // check returns a *FieldError if the pool cannot be one.
@@ -420,6 +437,9 @@ func (p *Pool) checkModels() error {
 }
 
 func (p *Pool) checkNumbers() error {
+	if p.Max == noMax {
+		return bad("max", "is missing: it is how many workers there may be, from 1 to %d", maxWorkers)
+	}
 	for _, f := range []struct {
 		name         string
 		value        int
@@ -445,7 +465,7 @@ func (p *Pool) checkNumbers() error {
 	case p.Shape.GPUs > 0 && p.Shape.GPUs < needed:
 		return bad("shape.gpus", "is %d: tensor_parallel times pipeline_parallel need %d", p.Shape.GPUs, needed)
 	case p.Headroom != -1 && !(p.Headroom >= 0 && p.Headroom <= 10): // which no NaN passes
-		return bad("headroom", "is %v: it must be a share from 0 to 10, or -1 for none", p.Headroom)
+		return bad("headroom", "is %v: it must be a share from 0 to 10, where 0 (or -1) is none", p.Headroom)
 	case !(p.TokensPerSecond >= 0) || math.IsInf(p.TokensPerSecond, 0):
 		return bad("tokens_per_second", "is %v: it must be a number of 0, which is unknown, or more", p.TokensPerSecond)
 	}
@@ -464,10 +484,18 @@ func (p *Pool) checkTimes() error {
 	for _, f := range []struct {
 		name  string
 		value Duration
-	}{{"idle", p.Idle}, {"cooldown", p.Cooldown}, {"drain", p.Drain}, {"cold_start", p.ColdStart}} {
+	}{{"idle", p.Idle}, {"cooldown", p.Cooldown}} {
 		if f.value < 0 || f.value > maxTime {
-			return bad(f.name, "is %v: it must be from 0s, which is the default, to %v", f.value, maxTime)
+			return bad(f.name, "is %v: it must be from 0s, which is at once, to %v", f.value, maxTime)
 		}
+	}
+	return cmp.Or(someTime("drain", p.Drain), someTime("cold_start", p.ColdStart))
+}
+
+// someTime returns a *FieldError if d is none, or too long.
+func someTime(field string, d Duration) error {
+	if d <= 0 || d > maxTime {
+		return bad(field, "is %v: it must be more than 0s, and %v at most; leave it out for the default", d, maxTime)
 	}
 	return nil
 }
@@ -500,6 +528,13 @@ func (p *Pool) checkEngine() error {
 	}
 	if len(p.Engine.Command) > 0 && p.Engine.Command[0] == "" {
 		return bad("engine.command", "begins with an empty word: its first is the program")
+	}
+	if p.Engine.URL == "" {
+		return nil
+	}
+	if u, err := url.Parse(placeholder.ReplaceAllString(p.Engine.URL, "1")); err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" {
+		shown, _ := hideWithin(p.Engine.URL)
+		return bad("engine.url", "is %.100q: it must be a URL like http://127.0.0.1:{port} or https://host/path", shown)
 	}
 	return nil
 }
@@ -534,6 +569,11 @@ func (p *Pool) checkProvider() error {
 		if p.Docker.ShmSize < 0 {
 			return bad("docker.shm_size", "is %d: it must be 0, which is Docker's default, or more bytes", p.Docker.ShmSize)
 		}
+		for i, v := range p.Docker.Volumes {
+			if !volume.MatchString(v) {
+				return bad(fmt.Sprintf("docker.volumes[%d]", i), `is %.100q: it must be like "name:/path" or "/path:/path:ro"`, v)
+			}
+		}
 	case "kubernetes":
 		return p.Kubernetes.check()
 	case "command":
@@ -553,6 +593,10 @@ func (k *Kubernetes) check() error {
 		return bad("kubernetes.kind", "is %.100q: it must be one of %s", k.Kind, strings.Join(Kinds(), ", "))
 	case k.Name == "":
 		return bad("kubernetes.name", "is missing: it names the %s", k.Kind)
+	case len(k.Name) > 253 || !objectName.MatchString(k.Name):
+		return bad("kubernetes.name", "is %.100q: a %s's name is lower-case letters, digits, dashes and dots, the first and the last a letter or a digit", k.Name, k.Kind)
+	case k.Namespace != "" && (len(k.Namespace) > 63 || !namespaceName.MatchString(k.Namespace)):
+		return bad("kubernetes.namespace", "is %.100q: it must be lower-case letters, digits and dashes, the first and the last no dash", k.Namespace)
 	}
 	return nil
 }
@@ -569,8 +613,5 @@ func (c *Command) check() error {
 			return bad("command."+f.name, "is missing: it is a program and its arguments")
 		}
 	}
-	if c.Timeout < 0 || c.Timeout > maxTime {
-		return bad("command.timeout", "is %v: it must be from 0s, which is the default, to %v", c.Timeout, maxTime)
-	}
-	return nil
+	return someTime("command.timeout", c.Timeout)
 }

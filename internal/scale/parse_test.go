@@ -100,6 +100,47 @@ pools:
 	}
 }
 
+// TestZeroIsNotADefault: what is left out, or null, gets its default, and 0 is none, also when it is kept and read again.
+func TestZeroIsNotADefault(t *testing.T) {
+	t.Parallel()
+	const start = `{"name":"a","models":["m"],"provider":"command","max":1,"command":{"start":["a"],"stop":["b"],"list":["c"],"timeout":"9s"}`
+	p, err := scale.ParsePool([]byte(start + `,"idle":"0s","cooldown":"0s","headroom":0,"target_wait":{"interactive":"0s"}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if p.Idle != 0 || p.Cooldown != 0 || p.Headroom != 0 || p.TargetWait[job.Interactive] != 0 || p.TargetWait[job.Standard] != seconds(30) || p.Drain != seconds(600) || p.Command.Timeout != seconds(9) {
+			t.Errorf("%+v", p)
+		}
+		raw, err := json.Marshal(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if p, err = scale.ParsePool(raw); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if p, err = scale.ParsePool([]byte(start + `,"idle":null,"cooldown":null,"headroom":null,"target_wait":null,"drain":null,"cold_start":null}`)); err != nil {
+		t.Fatal(err)
+	}
+	if p.Idle != seconds(300) || p.Cooldown != seconds(300) || p.Headroom != 0.2 || p.TargetWait[job.Interactive] != seconds(2) || p.Drain != seconds(600) || p.ColdStart != seconds(60) {
+		t.Errorf("%+v", p)
+	}
+}
+
+func TestWhatProvidersTakeIsAccepted(t *testing.T) {
+	t.Parallel()
+	for _, more := range []string{
+		`"provider":"docker","engine":{"image":"i","url":"http://engine:{port}/v1"},"docker":{"volumes":["models:/models","/a b:/c:ro","x:/y:ro,z"]}`,
+		`"provider":"process","engine":{"command":["e"],"url":"https://user:***@[::1]:{port}/x?key=***"}`,
+		`"provider":"kubernetes","kubernetes":{"kind":"Deployment","name":"a.b-c","namespace":"n-1"}`,
+	} {
+		if _, err := scale.ParsePool([]byte(`{"name":"a","models":["m"],"max":1,` + more + `}`)); err != nil {
+			t.Errorf("%s: %v", more, err)
+		}
+	}
+}
+
 // TestAPoolsJSON: what is kept outlives a build.
 func TestAPoolsJSON(t *testing.T) {
 	t.Parallel()
@@ -148,65 +189,76 @@ func TestAWrongPoolIsRefusedByField(t *testing.T) {
 		json, field string
 		says        []string
 	}{
-		"no name":                     {`"models":["m"]`, "name", []string{`is ""`}},
-		"a name in capitals":          {`"name":"Chat"`, "name", []string{`"Chat"`, "lower-case"}},
-		"a name that is too long":     {`"name":"` + strings.Repeat("a", 41) + `"`, "name", []string{"40"}},
-		"a name that ends in a dash":  {`"name":"a-"`, "name", []string{`"a-"`}},
-		"a name that is none":         {`"name":{}`, "name", []string{"must be text"}},
-		"a name that is a number":     {`"name":5`, "name", []string{`is 5: it must be text, as "5"`}},
-		"a model that is a number":    {`"name":"p","models":["m",1.5]`, "models[1]", []string{"must be text"}},
-		"a zone that is a truth":      {process + `,"timezone":true`, "timezone", []string{"must be text"}},
-		"a schedule of numbers":       {process + `,"schedule":[8]`, "schedule[0]", []string{"must be text"}},
-		"no models":                   {`"name":"p","max":1`, "models", []string{"0 entries"}},
-		"a model twice":               {`"name":"p","models":["m","m"]`, "models", []string{`"m" twice`}},
-		"a model without a name":      {`"name":"p","models":[""]`, "models", []string{"1 to 256"}},
-		"a model that is null":        {`"name":"p","models":[null]`, "models[0]", []string{"must be text"}},
-		"models that are no list":     {`"name":"p","models":"m"`, "models", []string{"must be a list"}},
-		"no max":                      {`"name":"p","models":["m"],"provider":"process"`, "max", []string{"is 0", "from 1 to"}},
-		"a fraction of a worker":      {process + `,"min":1.5`, "min", []string{`"1.5"`, "whole number"}},
-		"a number in quotes":          {process + `,"min":"1"`, "min", []string{"whole number"}},
-		"a number too large":          {process + `,"min":99999999999999999999`, "min", []string{"whole number"}},
-		"a min below none":            {process + `,"min":-1`, "min", []string{"is -1", "from 0 to 3"}},
-		"a min over max":              {process + `,"min":4`, "min", []string{"is 4", "from 0 to 3, the pool's max"}},
-		"a spare over max":            {process + `,"spare":4`, "spare", []string{"is 4"}},
-		"too few GPUs":                {process + `,"shape":{"gpus":1,"tensor_parallel":2}`, "shape.gpus", []string{"is 1", "need 2"}},
-		"a shape below none":          {process + `,"shape":{"tensor_parallel":-2}`, "shape.tensor_parallel", []string{"is -2"}},
-		"a cooldown below none":       {process + `,"cooldown":"-1s"`, "cooldown", []string{"is -1s"}},
-		"a drain that is a number":    {process + `,"drain":10`, "drain", []string{`"10"`, "90s or 5m"}},
-		"a headroom below none":       {process + `,"headroom":-0.5`, "headroom", []string{"is -0.5", "-1 for none"}},
-		"no number at all":            {process + `,"headroom":"much"`, "headroom", []string{`"much"`, "a number"}},
-		"a rate below none":           {process + `,"tokens_per_second":-1`, "tokens_per_second", []string{"is -1"}},
-		"an unknown class":            {process + `,"target_wait":{"urgent":"1s"}`, "target_wait.urgent", []string{"interactive, standard and batch"}},
-		"a wait below none":           {process + `,"target_wait":{"batch":"-1s"}`, "target_wait.batch", []string{"is -1s"}},
-		"an unknown zone":             {process + `,"timezone":"Berlin"`, "timezone", []string{`"Berlin"`, "Europe/Berlin"}},
-		"the zone of each machine":    {process + `,"timezone":"Local"`, "timezone", []string{`"Local"`}},
-		"a schedule over max":         {process + `,"schedule":["08:00-09:00 at least 4"]`, "schedule[0]", []string{"from 1 to 3"}},
-		"a schedule of none":          {process + `,"schedule":["08:00-09:00 at least 1","08:00-09:00 at least 0"]`, "schedule[1]", []string{"from 1 to 3"}},
-		"a schedule of words":         {process + `,"schedule":["always at least 3"]`, "schedule[0]", []string{"mon-fri 08:00-19:00 at least 3"}},
-		"a schedule of no day":        {process + `,"schedule":["monday 08:00-09:00 at least 1"]`, "schedule[0]", []string{`"monday" is no day`}},
-		"a schedule of no time":       {process + `,"schedule":["08:00-24:01 at least 1"]`, "schedule[0]", []string{"00:00 to 24:00"}},
-		"a schedule of no length":     {process + `,"schedule":["08:00-08:00 at least 1"]`, "schedule[0]", []string{"00:00-24:00"}},
-		"an unknown field":            {process + `,"maxx":1`, "maxx", []string{"is not known", "a pool has name, models"}},
-		"a field in capitals":         {process + `,"Min":1`, "Min", []string{"is not known"}},
-		"an unknown field below":      {start + `,"provider":"process","engine":{"comand":["e"]}`, "engine.comand", []string{"engine has command, image, url, env"}},
-		"an unknown provider":         {start + `,"provider":"slurm"`, "provider", []string{`"slurm"`, "process, docker, kubernetes, command"}},
-		"no provider":                 {start, "provider", []string{`is ""`}},
-		"a process without a program": {start + `,"provider":"process"`, "engine.command", []string{"is missing"}},
-		"a program without a name":    {start + `,"provider":"process","engine":{"command":[""]}`, "engine.command", []string{"the program"}},
-		"an image for a process":      {start + `,"provider":"process","engine":{"command":["e"],"image":"i"}`, "engine.image", []string{"docker"}},
-		"a section of another":        {process + `,"docker":{}`, "docker", []string{"the pool's is process"}},
-		"a container of nothing":      {start + `,"provider":"docker"`, "engine.image", []string{"is missing"}},
-		"shared memory below none":    {start + `,"provider":"docker","engine":{"image":"i"},"docker":{"shm_size":-1}`, "docker.shm_size", []string{"is -1"}},
-		"no deployment":               {start + `,"provider":"kubernetes"`, "kubernetes", []string{"kind and name"}},
-		"an unknown kind":             {start + `,"provider":"kubernetes","kubernetes":{"kind":"deployment","name":"x"}`, "kubernetes.kind", []string{"Deployment, StatefulSet, LeaderWorkerSet"}},
-		"a kind without a name":       {start + `,"provider":"kubernetes","kubernetes":{"kind":"StatefulSet"}`, "kubernetes.name", []string{"names the StatefulSet"}},
-		"no commands":                 {start + `,"provider":"command"`, "command", []string{"start, stop and list"}},
-		"one command less":            {start + `,"provider":"command","command":{"start":["a"],"stop":["b"]}`, "command.list", []string{"is missing"}},
-		"a time-out below none":       {start + `,"provider":"command","command":{"start":["a"],"stop":["b"],"list":["c"],"timeout":"-1s"}`, "command.timeout", []string{"is -1s"}},
-		"a variable without a name":   {start + `,"provider":"process","engine":{"command":["e"],"env":{"a b":"c"}}`, "engine.env", []string{`"a b"`}},
-		"a variable that is a list":   {start + `,"provider":"process","engine":{"command":["e"],"env":{"A":["c"]}}`, "engine.env.A", []string{"must be text"}},
-		"a variable that is null":     {start + `,"provider":"process","engine":{"command":["e"],"env":{"A":null}}`, "engine.env.A", []string{"must be text"}},
-		"environments that are none":  {start + `,"provider":"process","engine":{"command":["e"],"env":"A=1"}`, "engine.env", []string{"must be an object"}},
+		"no name":                          {`"models":["m"]`, "name", []string{`is ""`}},
+		"a name in capitals":               {`"name":"Chat"`, "name", []string{`"Chat"`, "lower-case"}},
+		"a name that is too long":          {`"name":"` + strings.Repeat("a", 41) + `"`, "name", []string{"40"}},
+		"a name that ends in a dash":       {`"name":"a-"`, "name", []string{`"a-"`}},
+		"a name that is none":              {`"name":{}`, "name", []string{"must be text"}},
+		"a name that is a number":          {`"name":5`, "name", []string{`is 5: it must be text, as "5"`}},
+		"a model that is a number":         {`"name":"p","models":["m",1.5]`, "models[1]", []string{"must be text"}},
+		"a zone that is a truth":           {process + `,"timezone":true`, "timezone", []string{"must be text"}},
+		"a schedule of numbers":            {process + `,"schedule":[8]`, "schedule[0]", []string{"must be text"}},
+		"no models":                        {`"name":"p","max":1`, "models", []string{"0 entries"}},
+		"a model twice":                    {`"name":"p","models":["m","m"]`, "models", []string{`"m" twice`}},
+		"a model without a name":           {`"name":"p","models":[""]`, "models", []string{"1 to 256"}},
+		"a model that is null":             {`"name":"p","models":[null]`, "models[0]", []string{"must be text"}},
+		"models that are no list":          {`"name":"p","models":"m"`, "models", []string{"must be a list"}},
+		"no max":                           {`"name":"p","models":["m"],"provider":"process"`, "max", []string{"is missing", "from 1 to"}},
+		"a max of none":                    {`"name":"p","models":["m"],"max":0`, "max", []string{"is 0", "from 1 to"}},
+		"a fraction of a worker":           {process + `,"min":1.5`, "min", []string{`"1.5"`, "whole number"}},
+		"a number in quotes":               {process + `,"min":"1"`, "min", []string{"whole number"}},
+		"a number too large":               {process + `,"min":99999999999999999999`, "min", []string{"whole number"}},
+		"a min below none":                 {process + `,"min":-1`, "min", []string{"is -1", "from 0 to 3"}},
+		"a min over max":                   {process + `,"min":4`, "min", []string{"is 4", "from 0 to 3, the pool's max"}},
+		"a spare over max":                 {process + `,"spare":4`, "spare", []string{"is 4"}},
+		"too few GPUs":                     {process + `,"shape":{"gpus":1,"tensor_parallel":2}`, "shape.gpus", []string{"is 1", "need 2"}},
+		"a shape below none":               {process + `,"shape":{"tensor_parallel":-2}`, "shape.tensor_parallel", []string{"is -2"}},
+		"a cooldown below none":            {process + `,"cooldown":"-1s"`, "cooldown", []string{"is -1s"}},
+		"a drain that is a number":         {process + `,"drain":10`, "drain", []string{`"10"`, "90s or 5m"}},
+		"a headroom below none":            {process + `,"headroom":-0.5`, "headroom", []string{"is -0.5", "0 (or -1) is none"}},
+		"no number at all":                 {process + `,"headroom":"much"`, "headroom", []string{`"much"`, "a number"}},
+		"a rate below none":                {process + `,"tokens_per_second":-1`, "tokens_per_second", []string{"is -1"}},
+		"an unknown class":                 {process + `,"target_wait":{"urgent":"1s"}`, "target_wait.urgent", []string{"interactive, standard and batch"}},
+		"a wait below none":                {process + `,"target_wait":{"batch":"-1s"}`, "target_wait.batch", []string{"is -1s"}},
+		"an unknown zone":                  {process + `,"timezone":"Berlin"`, "timezone", []string{`"Berlin"`, "Europe/Berlin"}},
+		"the zone of each machine":         {process + `,"timezone":"Local"`, "timezone", []string{`"Local"`}},
+		"a schedule over max":              {process + `,"schedule":["08:00-09:00 at least 4"]`, "schedule[0]", []string{"from 1 to 3"}},
+		"a schedule of none":               {process + `,"schedule":["08:00-09:00 at least 1","08:00-09:00 at least 0"]`, "schedule[1]", []string{"from 1 to 3"}},
+		"a schedule of words":              {process + `,"schedule":["always at least 3"]`, "schedule[0]", []string{"mon-fri 08:00-19:00 at least 3"}},
+		"a schedule of no day":             {process + `,"schedule":["monday 08:00-09:00 at least 1"]`, "schedule[0]", []string{`"monday" is no day`}},
+		"a schedule of no time":            {process + `,"schedule":["08:00-24:01 at least 1"]`, "schedule[0]", []string{"00:00 to 24:00"}},
+		"a schedule of no length":          {process + `,"schedule":["08:00-08:00 at least 1"]`, "schedule[0]", []string{"00:00-24:00"}},
+		"an unknown field":                 {process + `,"maxx":1`, "maxx", []string{"is not known", "a pool has name, models"}},
+		"a field in capitals":              {process + `,"Min":1`, "Min", []string{"is not known"}},
+		"an unknown field below":           {start + `,"provider":"process","engine":{"comand":["e"]}`, "engine.comand", []string{"engine has command, image, url, env"}},
+		"an unknown provider":              {start + `,"provider":"slurm"`, "provider", []string{`"slurm"`, "process, docker, kubernetes, command"}},
+		"no provider":                      {start, "provider", []string{`is ""`}},
+		"a process without a program":      {start + `,"provider":"process"`, "engine.command", []string{"is missing"}},
+		"a program without a name":         {start + `,"provider":"process","engine":{"command":[""]}`, "engine.command", []string{"the program"}},
+		"an image for a process":           {start + `,"provider":"process","engine":{"command":["e"],"image":"i"}`, "engine.image", []string{"docker"}},
+		"a section of another":             {process + `,"docker":{}`, "docker", []string{"the pool's is process"}},
+		"a container of nothing":           {start + `,"provider":"docker"`, "engine.image", []string{"is missing"}},
+		"shared memory below none":         {start + `,"provider":"docker","engine":{"image":"i"},"docker":{"shm_size":-1}`, "docker.shm_size", []string{"is -1"}},
+		"no deployment":                    {start + `,"provider":"kubernetes"`, "kubernetes", []string{"kind and name"}},
+		"an unknown kind":                  {start + `,"provider":"kubernetes","kubernetes":{"kind":"deployment","name":"x"}`, "kubernetes.kind", []string{"Deployment, StatefulSet, LeaderWorkerSet"}},
+		"a kind without a name":            {start + `,"provider":"kubernetes","kubernetes":{"kind":"StatefulSet"}`, "kubernetes.name", []string{"names the StatefulSet"}},
+		"a drain of none":                  {process + `,"drain":"0s"`, "drain", []string{"is 0s", "more than 0s"}},
+		"a cold start of none":             {process + `,"cold_start":"0s"`, "cold_start", []string{"is 0s", "more than 0s"}},
+		"a time-out of none":               {start + `,"provider":"command","command":{"start":["a"],"stop":["b"],"list":["c"],"timeout":"0s"}`, "command.timeout", []string{"is 0s"}},
+		"a URL that is none":               {start + `,"provider":"process","engine":{"command":["e"],"url":"not a url"}`, "engine.url", []string{`"not a url"`, "http://127.0.0.1:{port}"}},
+		"a URL without its scheme":         {start + `,"provider":"process","engine":{"command":["e"],"url":"localhost:8000"}`, "engine.url", []string{"localhost:8000"}},
+		"a URL of no host":                 {start + `,"provider":"process","engine":{"command":["e"],"url":"http://:{port}"}`, "engine.url", []string{"{port}"}},
+		"a volume that is mounted nowhere": {start + `,"provider":"docker","engine":{"image":"i"},"docker":{"volumes":["a:/b","xx"]}`, "docker.volumes[1]", []string{`"xx"`, "name:/path"}},
+		"a volume at no path":              {start + `,"provider":"docker","engine":{"image":"i"},"docker":{"volumes":["a:b"]}`, "docker.volumes[0]", []string{`"a:b"`}},
+		"a workload in capitals":           {start + `,"provider":"kubernetes","kubernetes":{"kind":"Deployment","name":"Foo_Bar"}`, "kubernetes.name", []string{`"Foo_Bar"`, "lower-case"}},
+		"a namespace in capitals":          {start + `,"provider":"kubernetes","kubernetes":{"kind":"Deployment","name":"a","namespace":"N"}`, "kubernetes.namespace", []string{`"N"`}},
+		"no commands":                      {start + `,"provider":"command"`, "command", []string{"start, stop and list"}},
+		"one command less":                 {start + `,"provider":"command","command":{"start":["a"],"stop":["b"]}`, "command.list", []string{"is missing"}},
+		"a time-out below none":            {start + `,"provider":"command","command":{"start":["a"],"stop":["b"],"list":["c"],"timeout":"-1s"}`, "command.timeout", []string{"is -1s"}},
+		"a variable without a name":        {start + `,"provider":"process","engine":{"command":["e"],"env":{"a b":"c"}}`, "engine.env", []string{`"a b"`}},
+		"a variable that is a list":        {start + `,"provider":"process","engine":{"command":["e"],"env":{"A":["c"]}}`, "engine.env.A", []string{"must be text"}},
+		"a variable that is null":          {start + `,"provider":"process","engine":{"command":["e"],"env":{"A":null}}`, "engine.env.A", []string{"must be text"}},
+		"environments that are none":       {start + `,"provider":"process","engine":{"command":["e"],"env":"A=1"}`, "engine.env", []string{"must be an object"}},
 	} {
 		_, err := scale.ParsePool([]byte("{" + c.json + "}"))
 		var f *scale.FieldError

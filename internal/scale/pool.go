@@ -8,7 +8,7 @@ import (
 	"github.com/millrace/millrace/internal/job"
 )
 
-// Pool is a set of workers that are alike: who they serve, what one of them is, and how many there may be. Its YAML and its JSON have the same names; zero fields get the defaults named. Durations are written as "90s", "5m".
+// Pool is a set of workers that are alike: who they serve, what one of them is, and how many there may be. Its YAML and its JSON have the same names; what is left out gets the default named. Durations are written as "90s", "5m".
 type Pool struct {
 	// Name is lower-case letters, digits and dashes, 40 at most; workers are named after it.
 	Name string `json:"name" yaml:"name"`
@@ -26,11 +26,11 @@ type Pool struct {
 	Max int `json:"max" yaml:"max"`
 	// Spare is how many warm workers there are beyond what the load of this moment needs, while there is any load. What Headroom adds counts as spare.
 	Spare int `json:"spare" yaml:"spare"`
-	// Idle is for how long nothing was asked of the pool until its last worker goes, if Min is 0. Default 5m.
+	// Idle is for how long nothing was asked of the pool until its last worker goes, if Min is 0. Default 5m; 0 is at once.
 	Idle Duration `json:"idle" yaml:"idle"`
-	// Cooldown is for how long fewer workers must have been enough until the first one goes. Default 5m.
+	// Cooldown is for how long fewer workers must have been enough until the first one goes. Default 5m; 0 is at once.
 	Cooldown Duration `json:"cooldown" yaml:"cooldown"`
-	// Headroom is the share of what the forecast needs that is added to it. Default 0.2; -1 is none.
+	// Headroom is the share of what the forecast needs that is added to it. Default 0.2; 0 is none, and so is -1.
 	Headroom float64 `json:"headroom" yaml:"headroom"`
 	// Drain bounds how long a worker that goes may finish what it runs. Default 10m.
 	Drain Duration `json:"drain" yaml:"drain"`

@@ -83,8 +83,8 @@ type Arrivals struct {
 	Amount
 	// Squares is the sum of the squares of each job's tokens: how much chance there is in Tokens. 0 is unknown.
 	Squares float64 `json:"squares,omitempty"`
-	// Spread is over how many of its seconds the tokens came, if they had come evenly: (sum x)^2 / sum x^2 of the seconds' tokens. 0 is unknown.
-	Spread float64 `json:"spread,omitempty"`
+	// Heaped is how many of the tokens belong to heaps, as [Buckets] finds them: they promise no more.
+	Heaped float64 `json:"heaped,omitempty"`
 }
 
 // History is what came before the sample.
@@ -148,7 +148,7 @@ const (
 	ScaleDown   Action = "scale_down"
 	Hold        Action = "hold"        // as many as wanted
 	Cooling     Action = "cooldown"    // fewer would do, but not for long enough yet
-	Busy        Action = "busy"        // fewer would do, but none is idle
+	Busy        Action = "busy"        // fewer would do, but none has been idle for long enough
 	AtMax       Action = "at_max"      // more would be better, but the pool's max is reached
 	AtCapacity  Action = "at_capacity" // the provider has no room
 	Unavailable Action = "unavailable" // starts fail
