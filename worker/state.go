@@ -134,6 +134,7 @@ func (w *Worker) beat() cluster.Heartbeat {
 			Name: w.cfg.Name, State: state, Reason: reason, Models: models, NoneWanted: w.others && len(models) == 0, Engine: string(w.kind),
 			Capacity: s.Capacity, Used: s.Used, Free: s.Free, FreeRank: s.FreeRank, Source: w.source, Largest: w.largestLocked(""), Level: s.Level, Running: s.Running, InHand: s.InHand,
 			Load: finite(s.Load), TTFT: s.TTFT.Seconds(), EngineWaiting: s.Waiting, Limit: s.Limit, Brake: s.Brake, Yields: w.yielding(),
+			Sequences: s.Sequences, PlaceLimit: s.PlaceLimit, BatchLimit: s.BatchLimit, CacheLoad: finite(s.CacheLoad),
 			ChatOnly:   w.chatOnly(models),
 			StateSince: float64(w.since.UnixMilli()) / 1000, FallBacks: falls, ProbeSeconds: probe.Seconds(), Shape: shape, GPUs: gpuInfo(gpus),
 			TokensPerSecond: finite(w.rate.perSecond(time.Now())), Generated: w.rate.ever(), Completed: w.completed.Load(), Failed: w.failed.Load(), Served: w.servedTokens.Load(),

@@ -41,7 +41,7 @@ type Worker struct {
 	ID job.Worker
 	// Capacity of its KV cache, the measure of its fair share.
 	Capacity job.Tokens
-	// Load is the share of what may be used that is, 0..1 and more.
+	// Load is the share of what may be used that is, 0..1 and more: of its KV cache, or of the sequences that it may run where fewer of those are free.
 	Load float64
 	// Jobs that run or are in its hand, Limit how many may run at once; 0 is no limit.
 	Jobs, Limit int
@@ -57,8 +57,15 @@ func Workers(members []cluster.Member, m job.Model) []Worker {
 		if w == nil || w.State != cluster.Ready || !slices.Contains(w.Models, m) {
 			continue
 		}
+		load := w.Load
+		if w.CacheLoad > 0 { // an engine whose places are taken by batches has room in its cache, and places that are not for batches
+			load = w.CacheLoad
+			if w.Limit > 0 {
+				load = max(load, float64(w.Sequences)/float64(w.Limit))
+			}
+		}
 		list = append(list, Worker{
-			ID: job.Worker(member.ID), Capacity: w.Capacity, Load: w.Load, Jobs: w.Running + w.InHand, Limit: w.Limit, Braked: w.Brake != "" || w.Yields,
+			ID: job.Worker(member.ID), Capacity: w.Capacity, Load: load, Jobs: w.Running + w.InHand, Limit: w.Limit, Braked: w.Brake != "" || w.Yields,
 		})
 	}
 	return list

@@ -149,8 +149,14 @@ func TestWorkersAreThoseThatTakeTheModel(t *testing.T) {
 		member("stalled", func(w *cluster.WorkerInfo) { w.State = cluster.Stalled }),
 		member("other", func(w *cluster.WorkerInfo) { w.Models = []job.Model{"n"} }),
 		member("w", func(*cluster.WorkerInfo) {}),
+		member("full of batches", func(w *cluster.WorkerInfo) { w.Load, w.CacheLoad, w.Sequences, w.Limit = 0.97, 0.15, 248, 0 }), // by its places
+		member("full", func(w *cluster.WorkerInfo) { w.Load, w.CacheLoad, w.Sequences = 0.75, 0.15, 6 }),
 	}, "m")
-	want := []affinity.Worker{{ID: "w", Capacity: 100, Load: 0.5, Jobs: 3, Limit: 8, Braked: true}}
+	want := []affinity.Worker{
+		{ID: "w", Capacity: 100, Load: 0.5, Jobs: 3, Limit: 8, Braked: true},
+		{ID: "full of batches", Capacity: 100, Load: 0.15, Jobs: 3, Braked: true},
+		{ID: "full", Capacity: 100, Load: 0.75, Jobs: 3, Limit: 8, Braked: true},
+	}
 	if d := cmp.Diff(want, got); d != "" {
 		t.Errorf("(-want +got):\n%s", d)
 	}

@@ -102,6 +102,8 @@ type Status struct {
 	// Limit on running sequences now, 0 if there is none. Brake says why nothing is pulled though there is room; "" if nothing brakes.
 	Limit int
 	Brake string
-	// Load is the share of what may be used that is, 0..1 and more: of the KV cache, or of the sequences where fewer of those are free.
-	Load float64
+	// PlaceLimit is how many sequences may run for one more to start while requests wait inside the engine, BatchLimit that for one of the batch class, to which an engine's last places are not given; 0 where only Limit bounds them.
+	PlaceLimit, BatchLimit int
+	// Load is the share of what may be used that is, 0..1 and more: of the KV cache, or of the sequences where fewer of those are free, or of the engine's places where they are known and fewer of those are. CacheLoad is that of the KV cache alone.
+	Load, CacheLoad float64
 }

@@ -51,9 +51,11 @@ const (
 	countSlack = 0.25
 	// countedLook is how often it is looked whether what an engine has computed since its last reading makes room.
 	countedLook = 10 * time.Millisecond
-	// An engine's places are as many as before where they differ by samePlaces at most, and known after placesTaken readings. After placesHold it is tried whether there are more, and half as often after each try in vain, down to once in mostHold. One of sparePart places is not for batch work.
+	// An engine's places are as many as before where they differ by samePlaces at most, and known after placesTaken readings; that they are fewer than they were, after placesLost: requests wait for a moment in an engine with free places, too, while it
+	// computes others' prompts. After placesHold it is tried whether there are more, and half as often after each try in vain, down to once in mostHold. One of sparePart places is not for batch work.
 	samePlaces  = 1
 	placesTaken = 2
+	placesLost  = 20
 	placesHold  = 5 * time.Second
 	mostHold    = 5 * time.Minute
 	sparePart   = 32
@@ -267,8 +269,12 @@ func (s *Scheduler) countPlaces(now time.Time, r Reading) {
 	if s.taken++; r.Waiting <= 0 || s.last.Waiting <= 0 || !same || r.Running < 4*linedPart {
 		s.taken = 0
 	}
+	enough := placesTaken
+	if r.Running < s.found-samePlaces {
+		enough = placesLost
+	}
 	switch {
-	case s.taken >= placesTaken:
+	case s.taken >= enough:
 		switch {
 		case s.found == 0 || r.Running > s.found+samePlaces:
 			s.hold = placesHold
@@ -287,8 +293,11 @@ func (s *Scheduler) spare() int {
 	if s.places == 0 || s.due() {
 		return math.MaxInt32
 	}
-	return s.places - max(1, s.places/sparePart) - s.seqs
+	return s.batchPlaces() - s.seqs
 }
+
+// batchPlaces is how many of the engine's places the batch class may fill.
+func (s *Scheduler) batchPlaces() int { return s.places - max(1, s.places/sparePart) }
 
 // lined is how many requests may wait inside an engine that runs so many: enough that none of its places stays empty until the next reading.
 func lined(running int) int { return running / linedPart }
@@ -511,15 +520,44 @@ func (s *Scheduler) freeRank() (room float64, rank int) {
 	return room, rank
 }
 
-// load is the share of what may be used that is, of the KV cache or of the sequences.
-func (s *Scheduler) load() (share float64) {
+// cacheLoad is the share of what may be used of the KV cache that is.
+func (s *Scheduler) cacheLoad() float64 {
 	if u := s.usable(); u > 0 {
-		share = s.used() / u
+		return s.used() / u
 	}
+	return 0
+}
+
+// load is the share of what may be used that is, of the KV cache or of the sequences. An engine's places are not in it: they are learned while it works, and levels would jump with what is learned.
+func (s *Scheduler) load() float64 {
+	share := s.cacheLoad()
 	if n := s.bound(); n > 0 {
 		share = max(share, float64(s.seqs)/float64(n))
 	}
 	return share
+}
+
+// shownLoad is load with the engine's places in it, where they are known: who is shown it asks whether the engine is full.
+func (s *Scheduler) shownLoad() float64 {
+	if s.places == 0 {
+		return s.load()
+	}
+	return max(s.load(), float64(s.seqs)/float64(s.places))
+}
+
+// placeLimits are how many sequences may run for one more to start, of the batch class and of others; 0 is no limit but bound.
+func (s *Scheduler) placeLimits() (batch, others int) {
+	if len(s.running) == 0 { // an idle engine gets anything
+		return 0, 0
+	}
+	limit := func(left int) int {
+		if left == math.MaxInt32 {
+			return 0
+		}
+		return max(1, s.seqs+left)
+	}
+	line := s.lineRoom()
+	return limit(min(s.spare(), line)), limit(line)
 }
 
 // bound is how many sequences may run at once, 0 if nothing bounds them.
@@ -1134,9 +1172,11 @@ func (s *Scheduler) Status(now time.Time) Status {
 	s.settle(now)
 	room, _ := s.freeRank()
 	ttft := s.ttft(now)
+	batch, others := s.placeLimits()
 	st := Status{
 		Capacity: s.capacity(), Used: max(0, job.Tokens(s.filled())), Free: max(0, job.Tokens(s.free())), FreeRank: max(0, job.Tokens(min(room, s.free()))),
-		Running: len(s.running), Sequences: s.seqs, Waiting: s.last.Waiting, InHand: len(s.hand), Level: level(ttft * (1 + loadWeight*s.load())), TTFT: seconds(ttft), Limit: s.bound(), Brake: s.Brake(now), Load: s.load(),
+		Running: len(s.running), Sequences: s.seqs, Waiting: s.last.Waiting, InHand: len(s.hand), Level: level(ttft * (1 + loadWeight*s.load())), TTFT: seconds(ttft), Limit: s.bound(), Brake: s.Brake(now),
+		PlaceLimit: others, BatchLimit: batch, Load: s.shownLoad(), CacheLoad: s.cacheLoad(),
 	}
 	return st
 }

@@ -212,6 +212,9 @@ func TestBatchLeavesPlacesToOthers(t *testing.T) {
 	if w := b.Pull(b.now, job.Batch.Rank()); w.Batch != 0 {
 		t.Errorf("%d jobs of batch work are pulled for an engine whose places are taken", w.Batch)
 	}
+	if st := b.Status(b.now); st.Load != 1 || st.CacheLoad > 0.1 || st.Limit != 0 || st.PlaceLimit != 0 || st.BatchLimit != places-places/32 || st.Level > 3 {
+		t.Errorf("its status is %+v", st)
+	}
 	if b.Pull(b.now, job.Interactive.Rank()).Batch == 0 {
 		t.Error("nothing interactive is pulled")
 	}
@@ -221,6 +224,20 @@ func TestBatchLeavesPlacesToOthers(t *testing.T) {
 	b.Observe(b.now, engine(0))
 	if b.Pull(b.now, job.Batch.Rank()).Batch == 0 {
 		t.Error("what was learned is never doubted")
+	}
+	fewer := func(readings int) {
+		for range readings {
+			b.wait(250 * time.Millisecond)
+			r := engine(1)
+			r.Running -= 8
+			b.Observe(b.now, r)
+		}
+	}
+	if fewer(4); b.Status(b.now).BatchLimit < places-places/32 {
+		t.Errorf("an engine that computes prompts for a second is left with %d places", b.Status(b.now).BatchLimit)
+	}
+	if fewer(30); b.Status(b.now).BatchLimit >= places-8 {
+		t.Error("an engine that has lost places is taken to have them")
 	}
 }
 
@@ -265,6 +282,9 @@ func TestLineInsideTheEngineIsShort(t *testing.T) {
 	b := start(t, schedule.Config{TokenBudget: 1 << 20}, schedule.Reading{Ranks: []schedule.Rank{{Capacity: 1_000_000}}, GeneratedTokens: 0, PromptTokens: 0})
 	b.run(ask(job.Standard, 16))
 	b.Observe(b.now, schedule.Reading{Ranks: []schedule.Rank{{Capacity: 1_000_000}}, Running: 256, Waiting: 20, GeneratedTokens: 1, PromptTokens: 1})
+	if st := b.Status(b.now); st.PlaceLimit != 1+256/8-20 || st.BatchLimit != st.PlaceLimit {
+		t.Errorf("its status is %+v", st)
+	}
 	n := 0
 	for range 100 {
 		b.Offer(b.now, ask(job.Standard, 16))
@@ -273,5 +293,8 @@ func TestLineInsideTheEngineIsShort(t *testing.T) {
 	}
 	if n != 256/8-20 {
 		t.Errorf("%d more were sent to it, want %d", n, 256/8-20)
+	}
+	if st := b.Status(b.now); st.Sequences != st.PlaceLimit || st.Limit != 0 {
+		t.Errorf("its status is %+v, and nothing starts", st)
 	}
 }
