@@ -87,9 +87,10 @@ func (s *Server) drainWorker(c echo.Context) error {
 type modelQueueObject struct {
 	Model  job.Model `json:"model"`
 	Object string    `json:"object"`
-	// Waiting counts the jobs that any worker may take, by class; WaitingLines those in each tenant's line; Running those that workers have.
+	// Waiting counts the jobs that any worker may take, by class; WaitingLines those in each tenant's line; BatchLines each tenant's lines of batches that are not queued yet; Running the jobs that workers have.
 	Waiting      map[job.Class]int  `json:"waiting"`
 	WaitingLines map[job.Tenant]int `json:"waiting_lines"`
+	BatchLines   map[job.Tenant]int `json:"batch_lines"`
 	Running      int                `json:"running"`
 	// RunningTokens is what running jobs hold of the workers' KV caches, CapacityTokens what these can hold.
 	RunningTokens  job.Tokens `json:"running_tokens"`
@@ -97,7 +98,7 @@ type modelQueueObject struct {
 	// Backlog is the durable work that is accepted and has not ended; Tenants parts it by tenant, those with the most first where there are too many to tell.
 	Backlog amountObject                `json:"backlog"`
 	Tenants map[job.Tenant]amountObject `json:"backlog_by_tenant"`
-	// WaitingTokens is what waiting jobs are expected to need, TokensPerSecond how many of these the model's workers get done when they are full, and ETASeconds in how many seconds the last job that waits now
+	// WaitingTokens is what waiting jobs and lines are expected to need, TokensPerSecond how many of these the model's workers get done when they are full, and ETASeconds in how many seconds the last job that waits now
 	// starts; null is unknown.
 	WaitingTokens   job.Tokens `json:"waiting_tokens"`
 	TokensPerSecond *float64   `json:"tokens_per_second"`
@@ -157,7 +158,7 @@ func (s *Server) adminQueues(c echo.Context) error {
 
 func (s *Server) modelQueue(ctx context.Context, m job.Model, backlog *results.Backlog) (modelQueueObject, error) {
 	q := modelQueueObject{
-		Model: m, Object: "queue", Waiting: make(map[job.Class]int), WaitingLines: make(map[job.Tenant]int),
+		Model: m, Object: "queue", Waiting: make(map[job.Class]int), WaitingLines: make(map[job.Tenant]int), BatchLines: make(map[job.Tenant]int),
 		JobsPerSecond: s.pace.of(m), Workers: make(map[cluster.WorkerState]int), Pools: s.pools(m),
 	}
 	for _, st := range []cluster.WorkerState{cluster.Ready, cluster.Starting, cluster.Draining, cluster.Stalled, cluster.Unready} {
@@ -171,7 +172,8 @@ func (s *Server) modelQueue(ctx context.Context, m job.Model, backlog *results.B
 			q.RunningTokens += w.Worker.Used
 		}
 	}
-	if info, ok := s.queueInfo(m); ok {
+	info, known := s.queueInfo(m)
+	if known {
 		q.Running, q.WorkFill = info.Running, info.WorkFill
 		for class, n := range info.Waiting {
 			q.Waiting[class] += n
@@ -179,32 +181,76 @@ func (s *Server) modelQueue(ctx context.Context, m job.Model, backlog *results.B
 		for t, n := range info.WaitingLines {
 			q.WaitingLines[t] += n
 		}
+		for t, n := range info.BatchLines {
+			q.BatchLines[t] += n
+		}
 	} else if err := s.lookAtQueue(ctx, m, &q); err != nil {
 		return q, err
 	}
 	for _, class := range job.Classes() {
 		q.Waiting[class] += 0 // each class has its number
 	}
-	waiting := 0
-	for _, n := range q.Waiting {
-		waiting += n
-	}
-	for _, n := range q.WaitingLines {
-		waiting += n
-	}
 	if q.Pools == nil {
 		q.Pools = []cluster.PoolInfo{}
 	}
-	cold := prospectOf(blocking(workers), q.Pools, time.Now())
-	if waiting > 0 {
+	w := waitingOf(&q, &info)
+	cold := prospectOf(blocking(workers, w.first, w.firsts-1), q.Pools, time.Now())
+	if w.jobs+w.lines > 0 {
 		reason := cold.reason
-		if info, ok := s.queueInfo(m); ok && couldRun(reason) && allLimited(&info) {
+		if known && couldRun(reason) && allLimited(&info) {
 			reason = reasonQuota
 		}
 		q.Reason = &reason
 	}
-	s.weigh(&q, backlog, waiting, workers, cold)
+	s.weigh(&q, backlog, w, workers, cold)
 	return q, nil
+}
+
+// waits is what waits of a model.
+type waits struct {
+	// jobs that are queued, and lines of batches that are not yet with the tokens that these are expected to need.
+	jobs, lines int
+	tokens      job.Tokens
+	// first is the class of what starts next, of which firsts wait, last that of what starts last.
+	first, last job.Class
+	firsts      int
+}
+
+// waitingOf sums up what waits. Jobs in lines count as standard where nobody tells their class.
+func waitingOf(q *modelQueueObject, info *cluster.QueueInfo) waits {
+	w := waits{tokens: info.BatchTokens}
+	there := make(map[job.Class]int)
+	for c, n := range q.Waiting {
+		w.jobs += n
+		there[c] += n
+	}
+	for _, n := range q.BatchLines {
+		w.lines += n
+	}
+	there[job.Batch] += w.lines
+	lined := 0
+	for _, n := range q.WaitingLines {
+		lined += n
+	}
+	w.jobs += lined
+	switch {
+	case lined == 0:
+	case len(info.Lines) == 0:
+		there[job.Standard] += lined
+	default:
+		for c, n := range info.Lines { // among batch work's are the batches themselves: a few
+			there[c] += n
+		}
+	}
+	for _, c := range job.Classes() {
+		if there[c] > 0 {
+			w.last = c
+			if w.first == "" {
+				w.first, w.firsts = c, there[c]
+			}
+		}
+	}
+	return w
 }
 
 // allLimited tells whether all that waits does so for its tenant's own limit.
@@ -214,9 +260,11 @@ func allLimited(q *cluster.QueueInfo) bool {
 			return false
 		}
 	}
-	for t := range q.WaitingLines {
-		if !slices.Contains(q.Quota, t) {
-			return false
+	for _, lines := range []map[job.Tenant]int{q.WaitingLines, q.BatchLines} {
+		for t := range lines {
+			if !slices.Contains(q.Quota, t) {
+				return false
+			}
 		}
 	}
 	return len(q.Quota) > 0
@@ -226,7 +274,7 @@ func allLimited(q *cluster.QueueInfo) bool {
 const maxTenants = 100
 
 // weigh fills in what is known of the tokens that wait, and of the limits.
-func (s *Server) weigh(q *modelQueueObject, backlog *results.Backlog, waiting int, workers []cluster.Member, cold prospect) {
+func (s *Server) weigh(q *modelQueueObject, backlog *results.Backlog, w waits, workers []cluster.Member, cold prospect) {
 	q.Tenants, q.Limits = make(map[job.Tenant]amountObject), newLimitsObject(s.cfg.Limits)
 	total, tenants := backlog.Sum(), backlog.Largest(maxTenants)
 	q.Backlog = amountObject(total)
@@ -240,7 +288,8 @@ func (s *Server) weigh(q *modelQueueObject, backlog *results.Backlog, waiting in
 	if total.Jobs > 0 { // what waits, live calls aside, is of the backlog
 		mean = float64(total.Tokens) / float64(total.Jobs)
 	}
-	q.WaitingTokens = job.Tokens(float64(waiting) * mean)
+	waiting := float64(w.jobs)*mean + float64(w.tokens)
+	q.WaitingTokens = job.Tokens(waiting)
 	rate := s.pace.tokens(q.Model, workers, mean)
 	if rate > 0 {
 		q.TokensPerSecond = &rate
@@ -248,10 +297,10 @@ func (s *Server) weigh(q *modelQueueObject, backlog *results.Backlog, waiting in
 	if q.Reason == nil {
 		return
 	}
-	before := ahead{jobs: waiting - 1, tokens: float64(waiting-1) * mean}
+	before := ahead{jobs: w.jobs + w.lines - 1, tokens: max(0, waiting-mean)}
 	switch *q.Reason {
 	case reasonDispatching, reasonSaturated, reasonLimit:
-		q.ETASeconds = eta(before, mean, *q.Reason == reasonDispatching, workers, rate)
+		q.ETASeconds = eta(before, mean, blocking(workers, w.last, before.jobs) == reasonDispatching, workers, rate)
 	case reasonStarting:
 		q.ETASeconds = cold.start(before)
 	case reasonUnavailable:

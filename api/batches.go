@@ -241,9 +241,9 @@ func parseBatch(o *job.Object) (*ledger.Batch, time.Duration, error) {
 	if b.Endpoint, err = job.ParseEndpoint(endpoint); err != nil {
 		return nil, 0, invalid("endpoint", job.CodeInvalidValue, "endpoint is %q: the supported values are %s.", clip(endpoint), endpointNames())
 	}
-	window, ok := batch.ParseWindow(b.Window)
-	if !ok {
-		return nil, 0, invalid("completion_window", job.CodeInvalidValue, "completion_window is %q: the supported values are 24h, and any whole number of minutes or hours up to 7 days, as 90m or 48h.", clip(b.Window))
+	window, err := parseWindow(b.Window)
+	if err != nil {
+		return nil, 0, err
 	}
 	if b.Metadata, err = metadataField(o); err != nil {
 		return nil, 0, err
@@ -252,6 +252,15 @@ func parseBatch(o *job.Object) (*ledger.Batch, time.Duration, error) {
 		return nil, 0, err
 	}
 	return b, window, nil
+}
+
+// parseWindow reads a completion_window.
+func parseWindow(text string) (time.Duration, error) {
+	window, ok := batch.ParseWindow(text)
+	if !ok {
+		return 0, invalid("completion_window", job.CodeInvalidValue, "completion_window is %q: the supported values are 24h, and any whole number of minutes or hours up to 7 days, as 90m or 48h.", clip(text))
+	}
+	return window, nil
 }
 
 func endpointNames() string {
@@ -352,6 +361,20 @@ func (s *Server) listBatches(c echo.Context) error {
 
 // cancelBatch answers POST /v1/batches/{id}/cancel.
 func (s *Server) cancelBatch(c echo.Context) error {
+	return s.endBatch(c, func(ctx context.Context, id string) (*ledger.Batch, error) {
+		return s.deps.Ledger.CancelBatch(ctx, tenantOf(c), id, s.deps.Results.Now())
+	})
+}
+
+// adminCancelBatch answers POST /admin/v1/batches/{id}/cancel: the batch may be any tenant's, and stays its own, as do its files.
+func (s *Server) adminCancelBatch(c echo.Context) error {
+	return s.endBatch(c, func(ctx context.Context, id string) (*ledger.Batch, error) {
+		return s.deps.Ledger.CancelAnyBatch(ctx, id, s.deps.Results.Now())
+	})
+}
+
+// endBatch has the batch that the path names cancelled.
+func (s *Server) endBatch(c echo.Context, cancelIt func(context.Context, string) (*ledger.Batch, error)) error {
 	id := pathParam(c, "id")
 	if !saneName(id, "batch_") {
 		return noBatch(id)
@@ -359,7 +382,7 @@ func (s *Server) cancelBatch(c echo.Context) error {
 	// The wish is stored though its client may leave.
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(c.Request().Context()), storeTimeout)
 	defer cancel()
-	b, err := s.deps.Ledger.CancelBatch(ctx, tenantOf(c), id, s.deps.Results.Now())
+	b, err := cancelIt(ctx, id)
 	if errors.Is(err, ledger.ErrState) && b != nil {
 		return batchConflict(job.CodeBatchEnded, "Batch %s has ended already: it is %s.", id, b.Status)
 	}
@@ -506,11 +529,20 @@ func (s *Server) openFile(ctx context.Context, t job.Tenant, id string) (io.Read
 // retryTimeout bounds the making of a retry's input file.
 const retryTimeout = 10 * time.Minute
 
-// retryBatch answers POST /v1/batches/{id}/retry with a new batch of those lines of an ended one that stand in its error file. Its input file has their bytes as they were.
+// retryBatch answers POST /v1/batches/{id}/retry with a new batch of those lines of an ended one that stand in its error file. Its input file has their bytes as they were. What the body does not say is as it was.
 //
 // The order of the writes, and what a crash after each leaves: the key, bound to the batch's id, which a retry takes over; the file's bytes, which are swept; the file's row, a file that nobody uses; the batch.
 func (s *Server) retryBatch(c echo.Context) error {
 	old, err := s.findBatch(c)
+	if err != nil {
+		return err
+	}
+	o, release, err := s.readOptional(c)
+	if err != nil {
+		return err
+	}
+	defer release()
+	b, window, err := parseRetry(old, o)
 	if err != nil {
 		return err
 	}
@@ -522,16 +554,11 @@ func (s *Server) retryBatch(c echo.Context) error {
 	case old.ErrorFile == "":
 		return invalid("batch_id", job.CodeInvalidValue, "No line of batch %s failed: there is nothing to retry.", old.ID)
 	}
-	window, ok := batch.ParseWindow(old.Window)
-	if !ok { // it was accepted by a version that knew more
-		return invalid("batch_id", job.CodeInvalidValue, "Batch %s has the completion window %q, which this version does not support.", old.ID, clip(old.Window))
-	}
-	d, err := dedupeOf(c, encode(map[string]string{"batch": old.ID}))
+	d, err := dedupeOf(c, retryMeaning(old, o))
 	if err != nil {
 		return err
 	}
 	id := identityOf(c)
-	b := &ledger.Batch{Endpoint: old.Endpoint, Window: old.Window, OutputExpires: old.OutputExpires, RetryOf: old.ID, Metadata: retryMetadata(old)}
 	s.own(b, id, window)
 	ctx, cancel := context.WithTimeout(c.Request().Context(), retryTimeout)
 	defer cancel()
@@ -547,14 +574,69 @@ func (s *Server) retryBatch(c echo.Context) error {
 	return writeJSON(c, http.StatusOK, newBatchObject(stored))
 }
 
-// retryMetadata is that of the batch, with its id. Where there is no room for that the row alone tells.
-func retryMetadata(old *ledger.Batch) map[string]string {
-	m := maps.Clone(old.Metadata)
+// parseRetry makes of the batch old, and what a retry's body says, the batch that repeats it, and its window.
+func parseRetry(old *ledger.Batch, o *job.Object) (*ledger.Batch, time.Duration, error) {
+	for _, f := range o.Fields {
+		switch f.Key {
+		case "completion_window", "metadata", "output_expires_after":
+		case "input_file_id", "endpoint":
+			return nil, 0, invalid(f.Key, job.CodeUnsupportedParameter, "A retry has the %s of its batch: it takes completion_window, metadata and output_expires_after.", f.Key)
+		default:
+			return nil, 0, invalid(clip(f.Key), job.CodeUnsupportedParameter, "There is no field %q: a retry takes completion_window, metadata and output_expires_after.", clip(f.Key))
+		}
+	}
+	b := &ledger.Batch{Endpoint: old.Endpoint, Window: old.Window, OutputExpires: old.OutputExpires, RetryOf: old.ID, Metadata: old.Metadata}
+	text, given, err := stringField(o, "completion_window")
+	if err != nil {
+		return nil, 0, err
+	}
+	if given {
+		b.Window = text
+	}
+	window, err := parseWindow(b.Window)
+	if err != nil && !given { // it was accepted by a version that knew more
+		err = invalid("batch_id", job.CodeInvalidValue, "Batch %s has the completion window %q, which this version does not support: say another as completion_window.", old.ID, clip(old.Window))
+	}
+	if err != nil {
+		return nil, 0, err
+	}
+	metadata, err := metadataField(o)
+	if err != nil {
+		return nil, 0, err
+	}
+	if metadata != nil {
+		b.Metadata = metadata
+	}
+	b.Metadata = retryMetadata(b.Metadata, old.ID)
+	expires, err := expiryField(o, "output_expires_after")
+	if err != nil {
+		return nil, 0, err
+	}
+	if expires != 0 {
+		b.OutputExpires = expires
+	}
+	return b, window, nil
+}
+
+// retryMeaning is what a retry asks, for its idempotency key: fields that say nothing are left out, so that a body of none is as no body.
+func retryMeaning(old *ledger.Batch, o *job.Object) []byte {
+	meaning := map[string]any{"batch": old.ID}
+	for _, f := range o.Fields {
+		if raw := o.Get(f.Key); !isNull(raw) {
+			meaning[f.Key] = raw
+		}
+	}
+	return encode(meaning)
+}
+
+// retryMetadata is given with the id of the batch that is repeated. Where there is no room for that the row alone tells.
+func retryMetadata(given map[string]string, id string) map[string]string {
+	m := maps.Clone(given)
 	if m == nil {
 		m = make(map[string]string)
 	}
 	if _, there := m[batch.RetryOf]; there || len(m) < maxPairs {
-		m[batch.RetryOf] = old.ID
+		m[batch.RetryOf] = id
 	}
 	return m
 }

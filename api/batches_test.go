@@ -665,6 +665,110 @@ func TestRetryBatch(t *testing.T) {
 	}
 }
 
+// TestRetryTakesWhatACreateDoes: a window, metadata and the lifetime of its files, and nothing else.
+func TestRetryTakesWhatACreateDoes(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{})
+	input := e.putFile(job.DefaultTenant, "batch", line("a", "{}"))
+	id := e.create(createBody(input, `,"metadata":{"k":"v"}`))["id"].(string)
+	path := "/v1/batches/" + id + "/retry"
+	e.send("POST", path, `{"foo":1}`).wantError(t, http.StatusBadRequest, job.CodeUnsupportedParameter, "foo") // whatever the batch is
+	e.start(id, 1)
+	e.end(id, "", string(batch.AppendOutput(nil, &batch.Output{CustomID: "a", StatusCode: 500})), false)
+	before := e.objects()
+	for body, want := range map[string]struct {
+		code  job.Code
+		param string
+	}{
+		`{"foo":1}`:                                                    {job.CodeUnsupportedParameter, "foo"},
+		`{"input_file_id":"file-1"}`:                                   {job.CodeUnsupportedParameter, "input_file_id"},
+		`{"endpoint":"/v1/embeddings"}`:                                {job.CodeUnsupportedParameter, "endpoint"},
+		`{"completion_window":"8d"}`:                                   {job.CodeInvalidValue, "completion_window"},
+		`{"completion_window":""}`:                                     {job.CodeInvalidValue, "completion_window"},
+		`{"completion_window":48}`:                                     {job.CodeInvalidType, "completion_window"},
+		`{"metadata":{"a":1}}`:                                         {job.CodeInvalidType, "metadata"},
+		`{"metadata":{"a":"` + strings.Repeat("x", 513) + `"}}`:        {job.CodeInvalidValue, "metadata"},
+		`{"output_expires_after":{"anchor":"created_at","seconds":1}}`: {job.CodeInvalidValue, "output_expires_after.seconds"},
+		`[]`: {job.CodeInvalidType, ""},
+		`{`:  {job.CodeInvalidJSON, ""},
+	} {
+		e.send("POST", path, body).wantError(t, http.StatusBadRequest, want.code, want.param)
+	}
+	if diff := cmp.Diff(before, e.objects()); diff != "" {
+		t.Error("something is left: " + diff)
+	}
+	full := `{"completion_window":"48h","metadata":{"n":"1"},"output_expires_after":{"anchor":"created_at","seconds":7200}}`
+	o := e.send("POST", path, full, "Idempotency-Key: r").object(t)
+	if diff := cmp.Diff(map[string]any{"n": "1", "millrace_retry_of": id}, o["metadata"]); diff != "" || o["completion_window"] != "48h" || o["expires_at"].(float64)-o["created_at"].(float64) != 48*3600 {
+		t.Errorf("%v\n%s", o, diff)
+	}
+	if row, err := e.ledger.Batch(t.Context(), job.DefaultTenant, o["id"].(string)); err != nil || row.OutputExpires != 7200 {
+		t.Errorf("%+v, %v", row, err)
+	}
+	// A key stands for all that was asked with it.
+	same := `{"output_expires_after":{"seconds":7200,"anchor":"created_at"},"metadata":{"n":"1"},"completion_window":"48h"}`
+	if again := e.send("POST", path, same, "Idempotency-Key: r").object(t); again["id"] != o["id"] {
+		t.Errorf("another batch: %v", again)
+	}
+	for _, other := range []string{"", `{}`, `{"completion_window":"24h"}`, strings.Replace(full, `"1"`, `"2"`, 1)} {
+		a := e.send("POST", path, other, "Idempotency-Key: r")
+		if a.wantError(t, http.StatusConflict, job.CodeIdempotencyConflict, "Idempotency-Key"); a.header.Get("X-Should-Retry") != "false" {
+			t.Errorf("%s may be retried", other)
+		}
+	}
+	// What says nothing is as no body.
+	plain := e.send("POST", path, "", "Idempotency-Key: p").object(t)
+	for _, nothing := range []string{`{}`, " \n", `{"metadata":null,"completion_window":null}`} {
+		if again := e.send("POST", path, nothing, "Idempotency-Key: p").object(t); again["id"] != plain["id"] {
+			t.Errorf("%q: %v", nothing, again)
+		}
+	}
+	if diff := cmp.Diff(map[string]any{"k": "v", "millrace_retry_of": id}, plain["metadata"]); diff != "" || plain["completion_window"] != "24h" {
+		t.Errorf("%v\n%s", plain, diff)
+	}
+}
+
+// TestAnOperatorCancelsAnyTenantsBatch: its owner sees it cancelled, and nobody else sees it.
+func TestAnOperatorCancelsAnyTenantsBatch(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{APIKey: "root", AdminKey: "sk-admin"})
+	key := e.tenantKey("a", ledger.Key{}, ledger.Limits{})
+	input := e.putFile("a", "batch", line("a", "{}"))
+	id := e.create(createBody(input, ""), key...)["id"].(string)
+	path := "/admin/v1/batches/" + id + "/cancel"
+	e.send("POST", path, "", key...).wantError(t, http.StatusForbidden, job.CodePermissionDenied, "")
+	e.send("POST", path, "", "Authorization: Bearer root").wantError(t, http.StatusForbidden, job.CodePermissionDenied, "")
+	e.send("POST", path, "").wantError(t, http.StatusUnauthorized, job.CodeInvalidAPIKey, "")
+	e.send("POST", "/v1/batches/"+id+"/cancel", "", adminHeader).wantError(t, http.StatusNotFound, job.CodeBatchNotFound, "batch_id")
+	for _, none := range []string{"batch_none", "nope", "%00"} {
+		e.send("POST", "/admin/v1/batches/"+none+"/cancel", "", adminHeader).wantError(t, http.StatusNotFound, job.CodeBatchNotFound, "batch_id")
+	}
+	cancelled := e.admin(http.StatusOK, "POST", path, "")
+	if cancelled["status"] != "cancelling" || cancelled["id"] != id || cancelled["cancelling_at"] == nil {
+		t.Errorf("%v", cancelled)
+	}
+	if again := e.admin(http.StatusOK, "POST", path, ""); !cmp.Equal(again, cancelled) {
+		t.Errorf("again: %v", again)
+	}
+	if seen := e.send("GET", "/v1/batches/"+id, "", key...).object(t); !cmp.Equal(seen, cancelled) {
+		t.Errorf("its owner sees %v", seen)
+	}
+	if again := e.send("POST", "/v1/batches/"+id+"/cancel", "", key...).object(t); !cmp.Equal(again, cancelled) {
+		t.Errorf("its owner cancels it: %v", again)
+	}
+	ended := e.create(createBody(input, ""), key...)["id"].(string)
+	if err := e.ledger.Lead(t.Context(), epoch); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := e.ledger.RejectBatch(t.Context(), epoch, ended, e.results.Now(), nil); err != nil {
+		t.Fatal(err)
+	}
+	a := e.send("POST", "/admin/v1/batches/"+ended+"/cancel", "", adminHeader)
+	if a.wantError(t, http.StatusConflict, job.CodeBatchEnded, ""); a.header.Get("X-Should-Retry") != "false" {
+		t.Error("it may be retried")
+	}
+}
+
 // TestRetryOfLinesWithoutANameLeavesThemOut: their input was lost before their names were read.
 func TestRetryOfLinesWithoutANameLeavesThemOut(t *testing.T) {
 	t.Parallel()

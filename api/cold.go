@@ -11,6 +11,7 @@ import (
 	"github.com/millrace/millrace/internal/admission"
 	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
+	"github.com/millrace/millrace/internal/scale"
 )
 
 // prospect is when a model without a ready worker has one again, as its pools tell.
@@ -50,7 +51,7 @@ func prospectOf(reason string, pools []cluster.PoolInfo, now time.Time) prospect
 	}
 	var starting, able, failing bool
 	var ready, retry float64
-	var rate float64
+	var rate, cold, coldRate float64
 	for _, pool := range pools {
 		switch {
 		case pool.Unavailable != "":
@@ -63,11 +64,19 @@ func prospectOf(reason string, pools []cluster.PoolInfo, now time.Time) prospect
 			rate += pool.WorkerRate * float64(max(1, pool.Starting))
 		case pool.Max > 0:
 			able = true
+			if soon := promised(pool); soon > 0 && (cold == 0 || soon < cold) {
+				cold, coldRate = soon, pool.WorkerRate
+			}
 		}
 	}
 	switch {
-	case starting, able && reason == reasonNoWorker: // the autoscaler has yet to see that somebody waits
+	case starting:
 		p.reason, p.in, p.rate = reasonStarting, until(now, ready), rate
+	case able && reason == reasonNoWorker: // the autoscaler has yet to see that somebody waits
+		p.reason = reasonStarting
+		if cold > 0 {
+			p.in, p.rate = &cold, coldRate
+		}
 	case failing && !able:
 		p.reason, p.in = reasonUnavailable, until(now, retry)
 	}
@@ -75,6 +84,15 @@ func prospectOf(reason string, pools []cluster.PoolInfo, now time.Time) prospect
 		p.failure, p.due = "", false
 	}
 	return p
+}
+
+// promised is for how many seconds a start of the pool will last that begins now; 0 is unknown, as it is where the pool's last decision was that none begins.
+func promised(p cluster.PoolInfo) float64 {
+	switch scale.Action(p.Action) {
+	case scale.AtMax, scale.AtCapacity, scale.Unavailable, scale.Unknown:
+		return 0
+	}
+	return p.ColdStart
 }
 
 // sooner is the earlier of two times in unix seconds that are still to come; 0 is none.
@@ -118,7 +136,7 @@ func (s *Server) unavailable(m job.Model, now time.Time) (why string, next time.
 	if len(pools) == 0 {
 		return "", 0
 	}
-	p := prospectOf(blocking(s.deps.Cluster.Workers(m)), pools, now)
+	p := prospectOf(blocking(s.deps.Cluster.Workers(m), job.Interactive, 0), pools, now)
 	if p.due {
 		return "", 0
 	}
@@ -141,6 +159,15 @@ func (s *Server) hopeless(m job.Model, now time.Time) *failure {
 	}
 	d := admission.Unavailable(m, admission.View{Unavailable: why, NextTry: next})
 	return &failure{status: http.StatusServiceUnavailable, body: d.Refuse, after: d.After}
+}
+
+// failing tells whether a model's starts fail, and it has no worker but such as start: one of them may succeed all the same.
+func (s *Server) failing(m job.Model, now time.Time) bool {
+	workers := s.deps.Cluster.Workers(m)
+	if slices.ContainsFunc(workers, func(w cluster.Member) bool { return w.Worker == nil || w.Worker.State != cluster.Starting }) {
+		return false
+	}
+	return prospectOf(blocking(workers, job.Interactive, 0), s.pools(m), now).reason == reasonUnavailable
 }
 
 // maxFailure bounds what a client is told of why workers cannot be started, in bytes.

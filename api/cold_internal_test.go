@@ -30,6 +30,8 @@ func TestWhatAModelWithoutAReadyWorkerHasToExpect(t *testing.T) {
 		{"there are no pools", reasonNoWorker, nil, prospect{reason: reasonNoWorker}},
 		{"its pool may have no workers", reasonNoWorker, []cluster.PoolInfo{{}}, prospect{reason: reasonNoWorker}},
 		{"the autoscaler has yet to look", reasonNoWorker, []cluster.PoolInfo{idle}, prospect{reason: reasonStarting}},
+		{"a start is about to begin", reasonNoWorker, []cluster.PoolInfo{{Max: 2, ColdStart: 45, WorkerRate: 7, Action: "hold"}, {Max: 2, ColdStart: 60}}, prospect{reason: reasonStarting, in: in(45), rate: 7}},
+		{"the provider has no room for it", reasonNoWorker, []cluster.PoolInfo{{Max: 2, ColdStart: 45, Action: "at_capacity"}}, prospect{reason: reasonStarting}},
 		{"a worker was asked for and is not heard yet", reasonNoWorker, []cluster.PoolInfo{first}, prospect{reason: reasonStarting, in: in(32), rate: 100}},
 		{"it is heard", reasonStarting, []cluster.PoolInfo{first}, prospect{reason: reasonStarting, in: in(32), rate: 100}},
 		{"the first of several, each with its rate", reasonNoWorker, []cluster.PoolInfo{first, {Max: 5, Starting: 3, ReadyAt: at(20), WorkerRate: 10}}, prospect{reason: reasonStarting, in: in(20), rate: 130}},
@@ -96,6 +98,24 @@ func TestStrangersReadNoSecretsOfWhatFails(t *testing.T) {
 	}
 }
 
+// TestHeldCallOfACrashLoopIsEndedAfterATry: the tries that fail one after the other do not begin its time anew.
+func TestHeldCallOfACrashLoopIsEndedAfterATry(t *testing.T) {
+	t.Parallel()
+	c, now := &call{}, time.Unix(1000, 0)
+	for at := range 30 {
+		// A try of 3 s, and 5 s until the next.
+		now, ended := now.Add(time.Duration(at)*time.Second), false
+		if at%8 < 3 {
+			c.doubt(now)
+		} else {
+			ended = c.despair(true, now, 10*time.Second)
+		}
+		if want := at >= 11 && at%8 >= 3; ended != want {
+			t.Errorf("after %d s it is ended: %t", at, ended)
+		}
+	}
+}
+
 func TestTrafficOfTooManyModelsTellsThoseThatAreAlive(t *testing.T) {
 	t.Parallel()
 	var tr traffic
@@ -124,7 +144,7 @@ func TestHeldCallIsEndedOnlyAfterItHasBeenHopelessForLong(t *testing.T) {
 	c, now := &call{}, time.Unix(1000, 0)
 	for at := range 30 {
 		hopeless := at >= 4 && at != 13 // when a worker is there for a moment
-		if got, want := c.despair(hopeless, now.Add(time.Duration(at)*time.Second)), at >= 24; got != want {
+		if got, want := c.despair(hopeless, now.Add(time.Duration(at)*time.Second), 10*time.Second), at >= 24; got != want {
 			t.Errorf("after %d s it is ended: %t", at, got)
 		}
 	}

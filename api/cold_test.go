@@ -28,7 +28,7 @@ func in(d time.Duration) float64 { return float64(time.Now().Add(d).UnixMilli())
 // poolOf makes the model known as an autoscaler does, though no worker ever served it, and tells of its pool.
 func (e *env) poolOf(p cluster.PoolInfo) (set func(...cluster.Heartbeat)) {
 	e.t.Helper()
-	if err := e.cluster.Remember(e.t.Context(), cluster.KnownModel{Model: model}); err != nil {
+	if err := e.cluster.Name(e.t.Context(), model); err != nil {
 		e.t.Fatal(err)
 	}
 	set = e.announce()
@@ -213,7 +213,7 @@ func TestCallsOfAModelThatCannotStartAreRefusedAndJobsWait(t *testing.T) {
 // TestHeldCallsAreToldOnceNoWorkerCanBeStarted: those that came before the pool's starts were known to fail end as those do that come after, and nothing of them is left. Who began the try that is under way waits for its end; jobs stay.
 func TestHeldCallsAreToldOnceNoWorkerCanBeStarted(t *testing.T) {
 	t.Parallel()
-	e := newEnv(t, api.Config{KeepAlive: 90 * time.Millisecond})
+	e := newEnv(t, api.Config{KeepAlive: 90 * time.Millisecond, HopelessFor: time.Millisecond})
 	failing := cluster.PoolInfo{Wanted: 1, Starting: 1, Unavailable: "sh ended with 1", RetryAt: in(-time.Second)}
 	set := e.poolOf(cluster.PoolInfo{Wanted: 1, Starting: 1})
 	id := e.submit(jobBody(chat(2, ""), ""))
@@ -243,7 +243,7 @@ func TestHeldCallsAreToldOnceNoWorkerCanBeStarted(t *testing.T) {
 	heard("/v1/responses", "reason=starting")
 	set(poolBeat(failing)) // the third try, which they began
 	heard("/v1/chat/completions", "reason=model_unavailable")
-	eventually(t, "this is old enough for all to be heard", func() bool { return e.cluster.Listening(time.Time{}) > 3*time.Second })
+	eventually(t, "calls without hope would have been ended", func() bool { return e.cluster.Listening(time.Time{}) > api.HopelessFrom })
 	heard("/v1/chat/completions", "reason=model_unavailable")
 	if n := e.server.Held(); n != 3 {
 		t.Fatalf("%d calls are held while a start is tried", n)

@@ -44,7 +44,11 @@ func TestMain(m *testing.M) {
 	)
 }
 
-const model job.Model = "test/model-8b"
+const (
+	model job.Model = "test/model-8b"
+	// patience bounds what a test waits for while its platform starts.
+	patience = 60 * time.Second
+)
 
 // natsServer is a server that can be stopped and started again on its store, and that can hang. Connections follow it.
 type natsServer struct {
@@ -124,7 +128,7 @@ func (c *pausable) Write(p []byte) (int, error) {
 
 func (s *natsServer) start(t testing.TB) {
 	t.Helper()
-	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: s.dir, StoreLimit: testenv.Ample, MemoryLimit: testenv.Ample, Log: testenv.Log(t)})
+	n, err := embedded.StartNATS(embedded.NATSConfig{Dir: s.dir, Relaxed: true, StoreLimit: testenv.Ample, MemoryLimit: testenv.Ample, Log: testenv.Log(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -175,7 +179,8 @@ func newEnvOn(t testing.TB, cfg api.Config, qc queue.Config, redisURL ...string)
 		url = e.redis.URL()
 	}
 	log := testenv.Log(t)
-	ctx := t.Context()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
 	var err error
 	if e.blobs, err = blob.OpenDir(t.TempDir()); err != nil {
 		t.Fatal(err)
@@ -213,6 +218,15 @@ func (e *env) connect() *nats.Conn {
 	}
 	e.t.Cleanup(nc.Close)
 	return nc
+}
+
+// remember makes the model known as if a worker had served it before.
+func (e *env) remember() {
+	e.t.Helper()
+	if err := e.cluster.Remember(e.t.Context(), cluster.KnownModel{Model: model, Largest: 100_000}); err != nil {
+		e.t.Fatal(err)
+	}
+	eventually(e.t, "the model is known", func() bool { return len(e.cluster.Known()) > 0 })
 }
 
 // startAPI starts an API process, in place of one that was stopped.
@@ -456,7 +470,9 @@ func (e *env) startWorker(answer func(j *job.Job, body []byte) reply) *worker {
 	e.t.Helper()
 	nc := e.connect()
 	log := testenv.Log(e.t)
-	q, err := queue.Open(e.t.Context(), nc, e.qc, log)
+	start, started := context.WithTimeout(e.t.Context(), patience)
+	defer started()
+	q, err := queue.Open(start, nc, e.qc, log)
 	if err != nil {
 		e.t.Fatal(err)
 	}
@@ -466,7 +482,7 @@ func (e *env) startWorker(answer func(j *job.Job, body []byte) reply) *worker {
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(e.t.Context()))
 	w.stop = cancel
-	members, err := cluster.Open(ctx, nc, cluster.Config{}, log)
+	members, err := cluster.Open(start, nc, cluster.Config{}, log)
 	if err != nil {
 		e.t.Fatal(err)
 	}

@@ -26,6 +26,9 @@ func (f PublisherFunc) Enqueue(ctx context.Context, kind queue.Kind, lane queue.
 	return f(ctx, kind, lane, m)
 }
 
+// HopelessFrom is how long heartbeats must have been heard for a call without hope to have been ended, if its HopelessFor is next to nothing: by the second look.
+const HopelessFrom = settleTime + 3*heldPeriod
+
 // Held counts the calls that the server holds.
 func (s *Server) Held() int { return s.held.len() }
 

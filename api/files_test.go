@@ -212,6 +212,8 @@ func TestWrongUploadsAreRefusedAndLeaveNothing(t *testing.T) {
 		"prose":                     {form(purpose, part{"file", "x.txt", "Dear model,\nplease"}), "", 400, job.CodeInvalidJSONLine, "file"},
 		"pretty JSON":               {form(part{"file", "x", "{\n \"custom_id\": 1\n}\n"}, purpose), "", 400, job.CodeInvalidJSONLine, "file"},
 		"a long line of no JSON":    {form(purpose, part{"file", "x", `{"a":` + strings.Repeat("x", 200<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
+		"a long line of JSON first": {form(purpose, part{"file", "x", `{"a":"` + strings.Repeat("x", 500<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
+		"a long line never closed":  {form(part{"file", "x", `{"a":"` + strings.Repeat("x", 500<<10) + "\n" + `"}`}, purpose), "", 400, job.CodeInvalidJSONLine, "file"},
 		"a long line of two values": {form(purpose, part{"file", "x", `{"a":1} {` + strings.Repeat(" ", 200<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -258,7 +258,7 @@ func (b *storedBlobs) Put(ctx context.Context, name string, r io.Reader) (int64,
 func TestARefusedSubmitLeavesTheBodyToItsRetry(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{})
-	e.startWorker(repeat).stop() // the model is known, and all waits
+	e.remember() // and all waits
 	e.stopAPI()
 	b := &storedBlobs{Store: e.blobs}
 	e.deps.Blobs = b

@@ -47,19 +47,26 @@ func orNever(at job.Millis) *float64 {
 	return &s
 }
 
-// listKeys answers GET /admin/v1/keys: those of ?tenant=, or all, newest first.
+// listKeys answers GET /admin/v1/keys: those of ?tenant=, or of all, newest first.
 func (s *Server) listKeys(c echo.Context) error {
-	ctx, cancel := s.brief(c)
-	defer cancel()
-	all, err := s.deps.Ledger.Keys(ctx, job.Tenant(c.QueryParam("tenant")))
+	p, err := pageParams(c, maxOperators, maxOperators)
 	if err != nil {
 		return err
 	}
-	objects := make([]keyObject, len(all))
-	for i := range all {
-		objects[i] = newKeyObject(&all[i], "")
+	ctx, cancel := s.brief(c)
+	defer cancel()
+	page, more, err := s.deps.Ledger.KeyPage(ctx, job.Tenant(c.QueryParam("tenant")), p)
+	if errors.Is(err, ledger.ErrNotFound) {
+		return unknownAfter(p.After)
 	}
-	return writeJSON(c, http.StatusOK, newList(objects, func(k keyObject) string { return k.ID }, false))
+	if err != nil {
+		return err
+	}
+	objects := make([]keyObject, len(page))
+	for i := range page {
+		objects[i] = newKeyObject(&page[i], "")
+	}
+	return writeJSON(c, http.StatusOK, newList(objects, func(k keyObject) string { return k.ID }, more))
 }
 
 // createKey answers POST /admin/v1/keys. The answer is the only place where the secret can be read.

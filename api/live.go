@@ -38,15 +38,22 @@ type call struct {
 	published   time.Time
 }
 
-// despair notes whether a call is hopeless now, and tells whether it has been so at each look for long enough: one that was let in is not ended for what passes.
-func (c *call) despair(hopeless bool, now time.Time) bool {
+// despair notes whether a call is hopeless now, and tells whether it has been so at each look for long: one that was let in is not ended for what passes.
+func (c *call) despair(hopeless bool, now time.Time, long time.Duration) bool {
 	switch {
 	case !hopeless:
 		c.hopelessAt = time.Time{}
 	case c.hopelessAt.IsZero():
 		c.hopelessAt = now
 	}
-	return hopeless && now.Sub(c.hopelessAt) >= hopelessFor
+	return hopeless && now.Sub(c.hopelessAt) >= long
+}
+
+// doubt notes that starts fail while one is tried: from then on it counts how long the call is without hope.
+func (c *call) doubt(now time.Time) {
+	if c.hopelessAt.IsZero() {
+		c.hopelessAt = now
+	}
 }
 
 // held are the calls of this process.
@@ -418,12 +425,11 @@ func (a *liveAnswer) flush() error {
 
 // --- looking after held calls ---
 
-// How often held calls are looked at; how long a holder may be missing before it counts as dead without a word of its death; for how long no worker can be started before those that wait for one are told; and after what time an unclaimed call's
+// How often held calls are looked at; how long a holder may be missing before it counts as dead without a word of its death; and after what time an unclaimed call's
 // message is published again in case its stream was lost without this process noticing (that it is there still is no error).
 const (
 	heldPeriod      = time.Second
 	holderMissing   = 5 * time.Second
-	hopelessFor     = 10 * time.Second
 	republishPeriod = 30 * time.Second
 	republishMost   = 200
 )
@@ -518,7 +524,9 @@ func (s *Server) lookAtHeld(ctx context.Context, now time.Time, again bool) {
 				f = s.hopeless(m, now)
 				hopeless[m] = f
 			}
-			if call.despair(f != nil, now) && !call.shown.Load() {
+			if f == nil && s.failing(m, now) { // a start is tried, or due: it may succeed, and if it does not the call has waited for it
+				call.doubt(now)
+			} else if call.despair(f != nil, now, s.cfg.HopelessFor) && !call.shown.Load() {
 				call.stop(f)
 				continue
 			}

@@ -90,7 +90,7 @@ func TestRoutesNeedTheirScope(t *testing.T) {
 	for path, want := range map[string]ledger.Scope{
 		"/v1/chat/completions": ledger.Inference, "/v1/jobs/:id": ledger.Inference, "/v1": ledger.Inference, "/v1/nope": ledger.Inference, "/v1/filesystem": ledger.Inference,
 		"/v1/files": ledger.Batches, "/v1/files/:id/content": ledger.Batches, "/v1/batches/:id/retry": ledger.Batches,
-		"/admin": ledger.Admin, "/admin/v1/keys/:id/rotate": ledger.Admin, "/healthz": "", "/v10": "", "/administer": "", "": "",
+		"/admin": ledger.Admin, "/admin/v1/keys/:id/rotate": ledger.Admin, "/admin/v1/batches/:id/cancel": ledger.Admin, "/healthz": "", "/v10": "", "/administer": "", "": "",
 	} {
 		if got, own := scopeOf(path); got != want || own {
 			t.Errorf("%s needs %q, want %q", path, got, want)

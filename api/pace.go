@@ -14,7 +14,7 @@ import (
 // pace measures from the workers' heartbeats how fast each model's jobs are done, in jobs and in tokens.
 //
 // Backlogs are counted in the tokens that jobs are expected to need. A worker tells how many it generates, which is another thing: prompts cost time, too, and answers are shorter than what they may be. So a rate
-// is what the workers generate per second, times how many expected tokens that has stood for of late: the mean expectation of a job, by the mean number generated for one. Whatever is wrong with expectations then
+// is what the workers generate per second, times how many expected tokens that has stood for of late: what was expected of the jobs that ended, by what was generated. Whatever is wrong with expectations then
 // cancels out.
 type pace struct {
 	mu      sync.Mutex
@@ -25,9 +25,9 @@ type pace struct {
 
 // workerPace is what one worker did.
 type workerPace struct {
-	// ended jobs and generated tokens so far, as its heartbeat at heard told.
-	ended, generated int64
-	heard            time.Time
+	// ended jobs, what was expected of them in tokens, and generated tokens so far, as its heartbeat at heard told.
+	ended, served, generated int64
+	heard                    time.Time
 	// busy: it had all it can run, and more work waited.
 	busy bool
 	// full is how many tokens it generates per second, and fullJobs how many jobs it ends, while it is busy; 0 is unknown. A worker with room says nothing about how fast it could be, nor does one for which nothing waits: a single
@@ -38,8 +38,8 @@ type workerPace struct {
 // modelPace is what a model's workers did in all.
 type modelPace struct {
 	jobs float64 // ended per second, over about ten seconds
-	// Ended jobs and generated tokens per second over about a minute in which anything was done.
-	longJobs, longTokens float64
+	// Ended jobs, their expected tokens and generated tokens per second over about a minute in which anything was done.
+	longJobs, longServed, longTokens float64
 	// expected is the mean expectation of a job in tokens, over the latest that came in here; live that of calls answered on their connection.
 	expected, live float64
 	// calls are the latest live calls.
@@ -174,6 +174,8 @@ func (p *pace) tokens(m job.Model, workers []cluster.Member, mean float64) float
 	switch {
 	case known == 0:
 		return 0
+	case tokens > 0 && mp.longTokens > 0 && mp.longServed > 0:
+		return tokens * ready / known * mp.longServed / mp.longTokens
 	case tokens > 0 && mp.longTokens > 0: // 0 as long as no job has ended
 		return tokens * ready / known * mean * mp.longJobs / mp.longTokens
 	}
@@ -187,23 +189,24 @@ func (p *pace) observe(now time.Time, workers []cluster.Member, waiting map[job.
 	elapsed := now.Sub(p.last).Seconds()
 	first := p.last.IsZero()
 	p.last = now
-	ended, generated := make(map[job.Model]float64), make(map[job.Model]float64)
+	ended, served, generated := make(map[job.Model]float64), make(map[job.Model]float64), make(map[job.Model]float64)
 	alive := make(map[string]*workerPace, len(workers))
 	for _, w := range workers {
 		if w.Worker == nil || len(w.Worker.Models) == 0 {
 			continue
 		}
 		wp := p.workers[w.ID]
-		jobs, tokens := 0.0, 0.0
+		jobs, expected, tokens := 0.0, 0.0, 0.0
 		if wp == nil { // a worker's first word says nothing about its speed
-			wp = &workerPace{ended: w.Worker.Completed + w.Worker.Failed, generated: w.Worker.Generated, heard: w.Heard}
+			wp = &workerPace{ended: w.Worker.Completed + w.Worker.Failed, served: w.Worker.Served, generated: w.Worker.Generated, heard: w.Heard}
 		} else {
-			jobs, tokens = wp.hear(w, slices.ContainsFunc(w.Worker.Models, func(m job.Model) bool { return waiting[m] }))
+			jobs, expected, tokens = wp.hear(w, slices.ContainsFunc(w.Worker.Models, func(m job.Model) bool { return waiting[m] }))
 		}
 		alive[w.ID] = wp
 		share := 1 / float64(len(w.Worker.Models))
 		for _, m := range w.Worker.Models {
 			ended[m] += jobs * share
+			served[m] += expected * share
 			generated[m] += tokens * share
 		}
 	}
@@ -215,6 +218,7 @@ func (p *pace) observe(now time.Time, workers []cluster.Member, waiting map[job.
 		mp := p.modelLocked(m)
 		if n > 0 || generated[m] > 0 { // an idle second changes nothing about what a job takes
 			mp.longJobs += longWeight * (n/elapsed - mp.longJobs)
+			mp.longServed += longWeight * (served[m]/elapsed - mp.longServed)
 			mp.longTokens += longWeight * (generated[m]/elapsed - mp.longTokens)
 		}
 	}
@@ -230,16 +234,17 @@ func (p *pace) observe(now time.Time, workers []cluster.Member, waiting map[job.
 }
 
 // hear takes a worker's heartbeat, and tells what it did since the one before. waits: so does work.
-func (wp *workerPace) hear(w cluster.Member, waits bool) (jobs, tokens float64) {
+func (wp *workerPace) hear(w cluster.Member, waits bool) (jobs, expected, tokens float64) {
 	elapsed := w.Heard.Sub(wp.heard).Seconds()
 	if elapsed <= 0 {
-		return 0, 0
+		return 0, 0, 0
 	}
 	ended := w.Worker.Completed + w.Worker.Failed
 	jobs, tokens = float64(max(0, ended-wp.ended)), float64(max(0, w.Worker.Generated-wp.generated))
-	wp.ended, wp.generated, wp.heard = ended, w.Worker.Generated, w.Heard
+	expected = float64(max(0, w.Worker.Served-wp.served))
+	wp.ended, wp.served, wp.generated, wp.heard = ended, w.Worker.Served, w.Worker.Generated, w.Heard
 	before := wp.busy
-	wp.busy = waits && w.Worker.State == cluster.Ready && (w.Worker.Load > admission.BusyAt || !room(w.Worker))
+	wp.busy = waits && w.Worker.State == cluster.Ready && (w.Worker.Load > admission.BusyAt || !room(w.Worker, job.Interactive))
 	if before && wp.busy {
 		weight := paceWeight
 		if tokens/elapsed > wp.full { // it can do that: after a start, or beside few jobs, it did less than it can
@@ -248,7 +253,7 @@ func (wp *workerPace) hear(w cluster.Member, waits bool) (jobs, tokens float64) 
 		wp.full = smooth(wp.full, tokens/elapsed, weight)
 		wp.fullJobs = smooth(wp.fullJobs, jobs/elapsed, paceWeight)
 	}
-	return jobs, tokens
+	return jobs, expected, tokens
 }
 
 // smooth is an average that begins with its first value.

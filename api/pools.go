@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"slices"
 
 	"github.com/labstack/echo/v4"
 
@@ -154,17 +155,25 @@ func (s *Server) createPool(c echo.Context) error {
 	if err != nil {
 		return refusedPool(err, p.Name)
 	}
-	s.remember(c, p.Models)
+	s.nameModels(c, p.Models, nil)
 	return s.showPool(c, made)
 }
 
-// remember makes a pool's models known, so that their jobs are accepted from now on and not when an autoscaler has read the pool.
-func (s *Server) remember(c echo.Context, models []job.Model) {
+// nameModels makes the models known that a pool names, and those no more that it named before, so that their jobs are accepted, or not, from now on and not when an autoscaler has read the pools.
+func (s *Server) nameModels(c echo.Context, models, before []job.Model) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(c.Request().Context()), storeTimeout) // the pool is stored, though its client may leave
 	defer cancel()
 	for _, m := range models {
-		if err := s.deps.Cluster.Remember(ctx, cluster.KnownModel{Model: m}); err != nil { // the leading autoscaler does so too
+		if err := s.deps.Cluster.Name(ctx, m); err != nil { // the leading autoscaler does so too
 			s.log.Warn("a pool's model is not known yet", "model", m, "err", err)
+		}
+	}
+	for _, m := range before {
+		if slices.Contains(models, m) {
+			continue
+		}
+		if err := s.deps.Cluster.Unname(ctx, m); err != nil { // and this
+			s.log.Warn("a model that no pool names any more is known still", "model", m, "err", err)
 		}
 	}
 }
@@ -215,7 +224,7 @@ func (s *Server) replacePool(c echo.Context) error {
 	if err != nil {
 		return refusedPool(err, name)
 	}
-	s.remember(c, p.Models)
+	s.nameModels(c, p.Models, before.Models)
 	return s.showPool(c, now)
 }
 
@@ -230,9 +239,18 @@ func (s *Server) deletePool(c echo.Context) error {
 	ctx, cancel := s.brief(c)
 	defer cancel()
 	name := pathParam(c, "name")
+	old, err := s.deps.Ledger.Pool(ctx, name)
+	if err != nil {
+		return refusedPool(err, name)
+	}
 	if err := s.deps.Ledger.DeletePool(ctx, name); err != nil {
 		return refusedPool(err, name)
 	}
+	var before scale.Pool
+	if err := json.Unmarshal(old.Spec, &before); err != nil { // the leading autoscaler sees to its models
+		s.log.Warn("the description of a pool that was deleted cannot be read", "pool", name, "err", err)
+	}
+	s.nameModels(c, nil, before.Models)
 	return writeJSON(c, http.StatusOK, deletedPool{name, "pool", true})
 }
 

@@ -131,6 +131,11 @@ func TestPoolsAreAdministered(t *testing.T) {
 		t.Errorf("deleted: %v", gone)
 	}
 	e.send("GET", "/admin/v1/pools/chat", "", adminHeader).wantError(t, 404, job.CodePoolNotFound, "name")
+	for _, k := range e.cluster.Known() {
+		if k.Model == "m" || k.Model == "n" {
+			t.Errorf("the model of a pool that is gone is known: %+v", k)
+		}
+	}
 	for _, path := range []string{"/admin/v1/pools", "/admin/v1/pools/filed/desired", "/admin/v1/scaling"} {
 		e.send("GET", path, "").wantError(t, 401, job.CodeInvalidAPIKey, "")
 	}

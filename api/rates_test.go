@@ -267,8 +267,7 @@ func TestLimitsOnRunningCalls(t *testing.T) {
 func TestLimitsOnAcceptedWork(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t, api.Config{Limits: results.Limits{Tenant: results.Amount{Jobs: 3}}})
-	w := e.startWorker(repeat)
-	w.stop() // the model is known, and nobody runs anything
+	e.remember() // and nobody runs anything
 	_, few := e.limited("few", ledger.Limits{Queued: 2}, ledger.Limits{})
 	_, many := e.limited("many", ledger.Limits{Queued: 5}, ledger.Limits{})
 	_, usual := e.limited("usual", ledger.Limits{}, ledger.Limits{})

@@ -109,7 +109,7 @@ func (s *Server) getResponse(c echo.Context) error {
 		return err
 	}
 	if ask.stream {
-		return s.follow(c, v, ask.after, &typedReplay{eventStream: eventStream{c: c}, s: s, after: ask.after, fresh: !ask.resumed})
+		return s.follow(c, v, ask.after, &typedReplay{eventStream: eventStream{c: c}, s: s, after: ask.after, fresh: !ask.resumed, over: v.ended()})
 	}
 	if before := v.state.Public(); wait > 0 && !v.ended() {
 		ctx, cancel := context.WithTimeout(c.Request().Context(), wait)
@@ -293,9 +293,9 @@ type typedReplay struct {
 	eventStream
 	s     *Server
 	after int64
-	// fresh: the client has nothing yet. idle counts looks in a row at an ended job that found nothing.
-	fresh bool
-	idle  int
+	// fresh: the client has nothing yet. over: the job had ended before it asked. idle counts looks in a row at an ended job that found nothing.
+	fresh, over bool
+	idle        int
 }
 
 func (p *typedReplay) take(ctx context.Context, events []job.Event, span results.Span, v *view) (after int64, done bool, err error) {
@@ -320,8 +320,10 @@ func (p *typedReplay) take(ctx context.Context, events []job.Event, span results
 		}
 	}
 	if len(events) == 0 && v.ended() {
-		switch {
-		case v.lastEvent > 0 && p.after >= v.lastEvent && p.after <= max(span.Last, v.lastEvent): // the client has all
+		switch last := max(span.Last, v.lastEvent); {
+		case p.over && span.Last > 0 && p.after > last: // while it lives the client may know of numbers that were wiped, and be right
+			return p.after, true, invalid("starting_after", job.CodeInvalidValue, "starting_after is %d: the response has ended, and its last event has the number %d.", p.after, last)
+		case v.lastEvent > 0 && p.after >= v.lastEvent && p.after <= last: // the client has all
 			return p.after, true, p.write(&b)
 		case span.Last == 0, p.idle >= 2: // its last event comes with the next write, or was lost
 			n := max(v.lastEvent, p.after+1)

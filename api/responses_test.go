@@ -288,9 +288,12 @@ func TestBackgroundStreamsAreResumed(t *testing.T) {
 			t.Errorf("%q (-want +got):\n%s", query, diff)
 		}
 	}
-	// A number that there never was: the client may have had it from before a wipe, and gets the end under the next.
-	if diff := cmp.Diff([]string{"100 completed"}, typed(t, e.send("GET", path+"?stream=true&starting_after=99", "").body)); diff != "" {
-		t.Errorf("an unknown number (-want +got):\n%s", diff)
+	// A number that there never was.
+	for query, body := range map[string]string{"?stream=true&starting_after=6": "", "?stream=true&starting_after=9999": "", "": `{"stream":true,"starting_after":99}`} {
+		a := e.send("GET", path+query, body)
+		if a.wantError(t, http.StatusBadRequest, job.CodeInvalidValue, "starting_after"); !strings.Contains(string(a.body), "the number 5") {
+			t.Errorf("%s%s: %s", query, body, a.body)
+		}
 	}
 	for body, from := range map[string]int{`{"stream":true}`: 0, `{"stream":true,"starting_after":3}`: 3} { // as openai-go asks
 		if diff := cmp.Diff(want[from:], typed(t, e.send("GET", path, body).body)); diff != "" {
@@ -329,6 +332,10 @@ func TestBackgroundStreamsAreResumed(t *testing.T) {
 	}
 	if diff := cmp.Diff(want[1:], typed(t, e.send("GET", path+"?stream=true&starting_after=3", "").body)); diff != "" {
 		t.Errorf("after a wipe, resumed (-want +got):\n%s", diff)
+	}
+	// How far they went nobody knows any more: whoever knows of later ones gets the end under the next number.
+	if diff := cmp.Diff([]string{"100 completed"}, typed(t, e.send("GET", path+"?stream=true&starting_after=99", "").body)); diff != "" {
+		t.Errorf("after a wipe, behind its end (-want +got):\n%s", diff)
 	}
 }
 

@@ -57,6 +57,8 @@ type Config struct {
 	WriteTimeout time.Duration
 	// ContinueWithin is how long a stream that broke off waits for a worker that continues it, before its client is told that it ends. Default 15 s.
 	ContinueWithin time.Duration
+	// HopelessFor is for how long no worker can be started before the calls that wait for one are told. Default 10 s.
+	HopelessFor time.Duration
 	// Limits bound the durable work that is accepted; 0 is no limit. A job that was accepted is never refused later.
 	Limits results.Limits
 	// MaxInteractiveWait is the longest expected wait of a call answered on its connection, when all workers of its model are busy: beyond it the call is refused. 0 refuses none.
@@ -75,7 +77,7 @@ func (c Config) withDefaults() Config {
 		Listen: "127.0.0.1:8080", ID: job.API(job.NewName("api_", time.Now())),
 		MaxBody: 32 << 20, MaxBodies: max(512<<20, c.MaxBody), MaxFile: 200 << 20, MaxHeld: 10_000, KeepAlive: 15 * time.Second,
 		DefaultDeadline: 24 * time.Hour, MaxDeadline: 7 * 24 * time.Hour, DefaultRunTimeout: time.Hour, Retention: 7 * 24 * time.Hour,
-		DrainTimeout: 30 * time.Second, WriteTimeout: time.Minute, ContinueWithin: 15 * time.Second,
+		DrainTimeout: 30 * time.Second, WriteTimeout: time.Minute, ContinueWithin: 15 * time.Second, HopelessFor: 10 * time.Second,
 	}
 	d.Limits, d.MaxInteractiveWait = c.Limits, c.MaxInteractiveWait
 	d.APIKey, d.AdminKey, d.Insecure, d.SessionFromBody, d.NoPrefixAffinity = c.APIKey, c.AdminKey, c.Insecure, c.SessionFromBody, c.NoPrefixAffinity
@@ -93,6 +95,7 @@ func (c Config) withDefaults() Config {
 	orDefault(&d.DrainTimeout, c.DrainTimeout)
 	orDefault(&d.WriteTimeout, c.WriteTimeout)
 	orDefault(&d.ContinueWithin, c.ContinueWithin)
+	orDefault(&d.HopelessFor, c.HopelessFor)
 	return d
 }
 
@@ -117,6 +120,7 @@ func (c Config) validate() error {
 		{"drain-timeout", c.DrainTimeout, 0},
 		{"write-timeout", c.WriteTimeout, time.Second},
 		{"continue-within", c.ContinueWithin, 0},
+		{"hopeless-for", c.HopelessFor, 0},
 	} {
 		if f.value < f.min {
 			return fmt.Errorf("%s is %v: it must be at least %v", f.name, f.value, f.min)
@@ -340,6 +344,7 @@ func (s *Server) routes() *echo.Echo {
 	e.POST("/admin/v1/workers/:id/drain", s.drainWorker)
 	e.GET("/admin/v1/queues", s.adminQueues)
 	e.GET("/admin/v1/jobs", s.adminJobs)
+	e.POST("/admin/v1/batches/:id/cancel", s.adminCancelBatch)
 	e.GET("/admin/v1/tenants", s.listTenants)
 	e.POST("/admin/v1/tenants", s.createTenant)
 	e.GET("/admin/v1/tenants/:id", s.getTenant)

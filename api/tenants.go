@@ -41,19 +41,30 @@ func shownLimits(l *ledger.Limits, names []string) map[string]*int64 {
 	return shown
 }
 
-// listTenants answers GET /admin/v1/tenants: all, by id.
+// maxOperators bounds a page of tenants or keys, and is what one has that nobody bounds: operators have few, and their programs read them whole.
+const maxOperators = 10_000
+
+// listTenants answers GET /admin/v1/tenants: by id.
 func (s *Server) listTenants(c echo.Context) error {
-	ctx, cancel := s.brief(c)
-	defer cancel()
-	all, err := s.deps.Ledger.Tenants(ctx)
+	limit, err := limitWithin(c, maxOperators, maxOperators)
 	if err != nil {
 		return err
 	}
-	objects := make([]tenantObject, len(all))
-	for i := range all {
-		objects[i] = newTenantObject(&all[i])
+	ctx, cancel := s.brief(c)
+	defer cancel()
+	after := c.QueryParam("after")
+	page, more, err := s.deps.Ledger.TenantPage(ctx, job.Tenant(after), limit)
+	if errors.Is(err, ledger.ErrNotFound) {
+		return unknownAfter(after)
 	}
-	return writeJSON(c, http.StatusOK, newList(objects, func(t tenantObject) string { return string(t.ID) }, false))
+	if err != nil {
+		return err
+	}
+	objects := make([]tenantObject, len(page))
+	for i := range page {
+		objects[i] = newTenantObject(&page[i])
+	}
+	return writeJSON(c, http.StatusOK, newList(objects, func(t tenantObject) string { return string(t.ID) }, more))
 }
 
 // brief bounds what a request asks of the stores.
@@ -198,15 +209,31 @@ type fields map[string]any
 
 // readFields reads a body's fields strictly: one that is not among them is refused. A null is as if it were not given. optional allows that there is no body.
 func (s *Server) readFields(c echo.Context, optional bool, to fields) error {
-	if optional && c.Request().ContentLength == 0 {
-		return nil
+	read := func() (*job.Object, func(), error) {
+		_, o, release, err := s.readBody(c)
+		return o, release, err
 	}
-	_, o, release, err := s.readBody(c)
+	if optional {
+		read = func() (*job.Object, func(), error) { return s.readOptional(c) }
+	}
+	o, release, err := read()
 	if err != nil {
 		return err
 	}
 	defer release()
 	return to.read(o)
+}
+
+// readOptional is readBody of a request that may have no body, or a blank one, and is then as one without fields.
+func (s *Server) readOptional(c echo.Context) (o *job.Object, release func(), err error) {
+	if c.Request().ContentLength == 0 {
+		return &job.Object{}, func() {}, nil
+	}
+	body, o, release, err := s.readBody(c)
+	if err != nil && body != nil && len(bytes.TrimSpace(body)) == 0 {
+		return &job.Object{}, func() {}, nil
+	}
+	return o, release, err
 }
 
 // read reads o's fields as readFields does.

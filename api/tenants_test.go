@@ -3,6 +3,7 @@ package api_test
 import (
 	"encoding/json"
 	"net/url"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -184,6 +185,47 @@ func TestKeysAreAdministered(t *testing.T) {
 	// A secret in the place of an id is not told on.
 	if a := e.send("GET", "/admin/v1/keys/"+secret, "", adminHeader); a.status != 404 || strings.Contains(string(a.body), secret) {
 		t.Errorf("%d %s", a.status, a.body)
+	}
+}
+
+// TestTenantsAndKeysArePaged as all lists are.
+func TestTenantsAndKeysArePaged(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t, api.Config{AdminKey: "sk-admin"})
+	for _, id := range []string{"b", "a", "c"} {
+		e.admin(200, "POST", "/admin/v1/tenants", `{"id":"`+id+`"}`)
+	}
+	for _, id := range []string{"b", "a", "c"} {
+		e.admin(200, "POST", "/admin/v1/keys", `{"tenant":"`+id+`"}`)
+		e.admin(200, "POST", "/admin/v1/keys", `{"tenant":"a"}`)
+	}
+	walk := func(path string) (ids []string) {
+		t.Helper()
+		for after, more := "", true; more; {
+			list := e.admin(200, "GET", path+after, "")
+			data := list["data"].([]any)
+			for _, one := range data {
+				ids = append(ids, one.(map[string]any)["id"].(string))
+			}
+			if n := len(data); n == 0 || list["object"] != "list" || list["first_id"] != ids[len(ids)-n] || list["last_id"] != ids[len(ids)-1] {
+				t.Fatalf("%s%s: %v", path, after, list)
+			}
+			more = list["has_more"].(bool)
+			after = "&after=" + ids[len(ids)-1]
+		}
+		return ids
+	}
+	for path, want := range map[string]int{"/admin/v1/tenants?": 4, "/admin/v1/keys?": 6, "/admin/v1/keys?tenant=a&": 4, "/admin/v1/keys?order=asc&": 6} {
+		if whole, pages := walk(path), walk(path+"limit=2"); len(whole) != want || !slices.Equal(whole, pages) {
+			t.Errorf("%s: %v, and in pages %v", path, whole, pages)
+		}
+	}
+	others := walk("/admin/v1/keys?tenant=b")[0]
+	for query, param := range map[string]string{
+		"tenants?limit=0": "limit", "tenants?limit=10001": "limit", "tenants?limit=x": "limit", "tenants?limit=": "limit", "tenants?after=nobody": "after", "tenants?after=%00": "after",
+		"keys?limit=0": "limit", "keys?limit=10001": "limit", "keys?limit=-1": "limit", "keys?after=key_none": "after", "keys?tenant=a&after=" + others: "after", "keys?order=up": "order",
+	} {
+		e.send("GET", "/admin/v1/"+query, "", adminHeader).wantError(t, 400, job.CodeInvalidValue, param)
 	}
 }
 

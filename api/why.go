@@ -21,22 +21,22 @@ import (
 func (s *Server) why(v *view) *queueObject {
 	j := &v.job
 	workers := s.deps.Cluster.Workers(j.Model)
-	cold := s.prospect(j.Model, workers)
+	var info *cluster.QueueInfo
+	if q, ok := s.queueInfo(j.Model); ok {
+		info = &q
+	}
+	mean := s.meanJob(j.Model, info)
+	before, known := aheadOf(j, v.place, info, mean)
+	cold := s.prospect(j.Model, workers, j.Class, before.jobs)
 	o := &queueObject{Reason: cold.reason, ETASeconds: cold.in}
 	delay := v.notBefore - s.deps.Results.Now()
 	if delay > 0 && (cold.in == nil || *cold.in < delay.Seconds()) {
 		o.Reason, o.ETASeconds = reasonRetryDelay, seconds(delay)
 	}
-	var info *cluster.QueueInfo
-	if q, ok := s.queueInfo(j.Model); ok {
-		info = &q
-	}
 	if info != nil && slices.Contains(info.Quota, j.Tenant) && couldRun(o.Reason) && !j.Live() {
 		o.Reason = reasonQuota
 	}
-	mean := s.meanJob(j.Model, info)
-	before, ok := aheadOf(j, v.place, info, mean)
-	if !ok {
+	if !known {
 		return o
 	}
 	position := before.jobs + 1
@@ -176,9 +176,9 @@ const placeTimeout = 500 * time.Millisecond
 
 // What keeps a job from starting.
 const (
-	reasonDispatching = "dispatching" // a worker has room
+	reasonDispatching = "dispatching" // a worker has room, and places for those before it
 	reasonSaturated   = "saturated"   // every ready one is full
-	reasonLimit       = "limit"       // every ready one holds back, though its cache has room
+	reasonLimit       = "limit"       // every ready one holds back, or has too few places for those before it, though its cache has room
 	reasonRetryDelay  = "retry_delay"
 	reasonQuota       = "quota" // as much of its tenant's work is with workers as may be
 	reasonNoWorker    = "no_worker"
@@ -191,41 +191,62 @@ func couldRun(reason string) bool {
 	return reason == reasonDispatching || reason == reasonSaturated || reason == reasonLimit
 }
 
-// prospect is the first thing that blocks the jobs of a model with such workers, and how long that lasts.
-func (s *Server) prospect(m job.Model, workers []cluster.Member) prospect {
+// prospect is the first thing that blocks a job of a class, behind others, of a model with such workers, and how long that lasts.
+func (s *Server) prospect(m job.Model, workers []cluster.Member, class job.Class, before int) prospect {
 	if ok, _ := s.deps.Cluster.Connected(); !ok {
 		return prospect{reason: "queue_unavailable"}
 	}
-	return prospectOf(blocking(workers), s.pools(m), time.Now())
+	return prospectOf(blocking(workers, class, before), s.pools(m), time.Now())
 }
 
-// room tells whether a ready worker would start a job now.
-func room(w *cluster.WorkerInfo) bool {
-	return w.Free > 0 && w.InHand == 0 && !limited(w)
+// room tells whether a ready worker would start a job of a class now.
+func room(w *cluster.WorkerInfo, class job.Class) bool {
+	return w.Free > 0 && w.InHand == 0 && !limited(w, class)
 }
 
-// limited tells whether a worker holds back for another reason than its cache.
-func limited(w *cluster.WorkerInfo) bool {
-	return w.Brake != "" || w.Limit > 0 && w.Running >= w.Limit
+// limited tells whether a worker holds jobs of a class back for another reason than its cache.
+func limited(w *cluster.WorkerInfo, class job.Class) bool {
+	return w.Brake != "" || placesLeft(w, class) == 0
 }
 
-// blocking names what keeps workers from taking more.
-func blocking(workers []cluster.Member) string {
+// placesLeft is how many jobs of a class, of one sequence each, a worker would start more, whatever its cache has room for.
+func placesLeft(w *cluster.WorkerInfo, class job.Class) int {
+	limits := []int{w.Limit, w.PlaceLimit}
+	if class == job.Batch {
+		limits[1] = w.BatchLimit
+	}
+	left := math.MaxInt
+	for _, n := range limits {
+		if n > 0 {
+			left = min(left, max(0, n-max(w.Running, w.Sequences))) // an older worker tells its jobs alone
+		}
+	}
+	return left
+}
+
+// blocking names what keeps workers from starting a job of a class, behind others.
+func blocking(workers []cluster.Member, class job.Class, before int) string {
 	count := make(map[cluster.WorkerState]int)
 	hasRoom, full := false, false
+	places := 0
 	for _, w := range workers {
 		if w.Worker == nil {
 			continue
 		}
 		count[w.Worker.State]++
 		if w.Worker.State == cluster.Ready {
-			hasRoom = hasRoom || room(w.Worker)
-			full = full || !limited(w.Worker)
+			if room(w.Worker, class) {
+				hasRoom = true
+				places += min(placesLeft(w.Worker, class), math.MaxInt32) // the sum of many is a number, too
+			}
+			full = full || !limited(w.Worker, class)
 		}
 	}
 	switch {
-	case hasRoom:
+	case hasRoom && before < places:
 		return reasonDispatching
+	case hasRoom: // for those before it
+		return reasonLimit
 	case count[cluster.Ready] > 0 && full:
 		return reasonSaturated
 	case count[cluster.Ready] > 0:
@@ -335,6 +356,11 @@ func (s *Server) waiting() map[job.Model]bool {
 	waiting := make(map[job.Model]bool, len(l.Queues))
 	for _, q := range l.Queues {
 		for _, n := range q.Waiting {
+			if n > 0 {
+				waiting[q.Model] = true
+			}
+		}
+		for _, n := range q.BatchLines {
 			if n > 0 {
 				waiting[q.Model] = true
 			}

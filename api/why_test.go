@@ -51,6 +51,18 @@ func TestQueuedJobSaysWhyAndWaitsInItsTenantsLine(t *testing.T) {
 	if o["reason"] != "no_worker" || o["waiting_lines"].(map[string]any)["other"] != 9.0 || o["waiting"].(map[string]any)["batch"] != 50.0 {
 		t.Errorf("%v", o)
 	}
+	if lines := o["batch_lines"].(map[string]any); len(lines) != 0 {
+		t.Errorf("%v", lines)
+	}
+	info.Store(&cluster.QueueInfo{Model: model, BatchLines: map[job.Tenant]int{"a": 7}, BatchTokens: 700})
+	e.cluster.Nudge()
+	eventually(t, "lines of batches that are not queued yet wait", func() bool {
+		o = e.send("GET", "/admin/v1/queues", "").object(t)["data"].([]any)[0].(map[string]any)
+		return o["batch_lines"].(map[string]any)["a"] == 7.0
+	})
+	if o["waiting_tokens"] != 700.0 || o["reason"] != "no_worker" {
+		t.Errorf("%v", o)
+	}
 	info.Store(&cluster.QueueInfo{Model: model, WorkFill: 0.81})
 	e.cluster.Nudge()
 	eventually(t, "the queue is full", func() bool {

@@ -148,7 +148,7 @@ func (k *keeper) ready(ctx context.Context, now time.Time, w *worker) bool {
 	if k.learned.Fragile == 0 {
 		k.learned.works()
 	}
-	k.a.log.Info("worker ready", "pool", k.name(), "worker", w.Name, "after", took.Round(time.Millisecond))
+	k.a.log.Info("worker ready", "pool", k.name(), "worker", w.Name, "after", scale.Duration(took.Round(time.Millisecond)))
 	return true
 }
 
@@ -244,7 +244,7 @@ func (k *keeper) leave(ctx context.Context, now time.Time, w *worker) bool {
 		return true // its turn comes
 	}
 	if late && !empty {
-		k.a.log.Warn("a worker has not finished in time: it is stopped", "pool", k.name(), "worker", w.Name, "jobs", w.jobs(), "drain", time.Duration(k.pool.Drain))
+		k.a.log.Warn("a worker has not finished in time: it is stopped", "pool", k.name(), "worker", w.Name, "jobs", w.jobs(), "drain", k.pool.Drain)
 	}
 	return k.stop(ctx, w)
 }

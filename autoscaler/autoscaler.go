@@ -73,6 +73,8 @@ type timing struct {
 	repeat, save time.Duration
 	// call bounds a call of a provider that starts a worker.
 	call time.Duration
+	// unnamed is for how long nobody must have said that a pool names a model until it counts as named by none: clocks differ.
+	unnamed time.Duration
 	// minute is how often the pools' models are remembered, learn how often the season is learned, trim how often what is old is removed.
 	minute, learn, trim time.Duration
 }
@@ -80,7 +82,7 @@ type timing struct {
 var usual = timing{
 	stale: 4 * time.Second, list: 3 * time.Second, listTimeout: 30 * time.Second, listStale: 45 * time.Second, sync: 3 * time.Second, batchesStale: 30 * time.Second,
 	firstRetry: 5 * time.Second, lastRetry: 5 * time.Minute, firstRoom: time.Minute, lastRoom: 15 * time.Minute, startLimit: 5 * time.Minute, steady: time.Minute,
-	absent: 3 * time.Second, repeat: time.Minute, save: 10 * time.Second, call: 2 * time.Minute, minute: time.Minute, learn: 10 * time.Minute, trim: 24 * time.Hour,
+	absent: 3 * time.Second, repeat: time.Minute, save: 10 * time.Second, call: 2 * time.Minute, unnamed: 5 * time.Second, minute: time.Minute, learn: 10 * time.Minute, trim: 24 * time.Hour,
 }
 
 // Autoscaler keeps pools as large as they need to be.

@@ -2,6 +2,7 @@ package autoscaler_test
 
 import (
 	"testing"
+	"time"
 
 	"github.com/millrace/millrace/autoscaler"
 	"github.com/millrace/millrace/internal/cluster"
@@ -13,7 +14,7 @@ func TestBacklogIsMetInOneDecision(t *testing.T) {
 	t.Parallel()
 	e := newEnv(t)
 	e.cloud.held = true
-	e.pool(func(p *scale.Pool) { p.Cooldown = 0 })
+	e.pool(func(p *scale.Pool) { p.Cooldown = scale.Duration(5 * time.Minute) })
 	r := e.run(autoscaler.Config{})
 	e.eventually("the pool is seen", func() bool { return e.info("p").Name != "" && e.info("p").Action == string(scale.Hold) })
 	e.wait(5, 100, 0) // 500 tokens within a second, by workers of 100 tokens a second

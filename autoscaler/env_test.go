@@ -137,7 +137,7 @@ func (e *env) describe(change func(*scale.Pool)) *scale.Pool {
 	p := &scale.Pool{
 		Name: "p", Models: []job.Model{model}, Provider: "process", Engine: scale.Engine{Command: []string{"engine"}}, Max: 8, TokensPerSecond: 100,
 		ColdStart: scale.Duration(time.Second), Idle: scale.Duration(300 * time.Millisecond), Cooldown: scale.Duration(300 * time.Millisecond),
-		TargetWait: map[job.Class]scale.Duration{job.Standard: scale.Duration(time.Second)},
+		Headroom: 0.2, Drain: scale.Duration(10 * time.Minute), TargetWait: map[job.Class]scale.Duration{job.Standard: scale.Duration(time.Second)},
 	}
 	if change != nil {
 		change(p)

@@ -13,7 +13,7 @@ func (a *Autoscaler) Hurry(change ...func(*Timing)) {
 	a.timing = timing{
 		stale: 500 * time.Millisecond, list: 50 * time.Millisecond, listTimeout: 5 * time.Second, listStale: 30 * time.Second, sync: 50 * time.Millisecond, batchesStale: 10 * time.Second,
 		firstRetry: 100 * time.Millisecond, lastRetry: 400 * time.Millisecond, firstRoom: 300 * time.Millisecond, lastRoom: time.Second, startLimit: time.Minute, steady: time.Minute,
-		absent: 200 * time.Millisecond, repeat: time.Minute, save: 50 * time.Millisecond, call: 10 * time.Second, minute: time.Second, learn: time.Second, trim: time.Hour,
+		absent: 200 * time.Millisecond, repeat: time.Minute, save: 50 * time.Millisecond, call: 10 * time.Second, unnamed: 200 * time.Millisecond, minute: time.Second, learn: time.Second, trim: time.Hour,
 	}
 	for _, f := range change {
 		f(&Timing{&a.timing})
@@ -27,6 +27,10 @@ func (t *Timing) StartLimit(d time.Duration) { t.t.startLimit = d }
 func (t *Timing) Steady(d time.Duration)     { t.t.steady = d }
 func (t *Timing) Retry(first, last time.Duration) {
 	t.t.firstRetry, t.t.lastRetry = first, last
+}
+
+func (t *Timing) Room(first, last time.Duration) {
+	t.t.firstRoom, t.t.lastRoom = first, last
 }
 func (t *Timing) ListStale(d time.Duration) { t.t.listStale = d }
 func (t *Timing) Repeat(d time.Duration)    { t.t.repeat = d }

@@ -3,6 +3,7 @@ package autoscaler_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -18,7 +19,9 @@ import (
 )
 
 // slow is a pool that lets go of nothing while a test lasts.
-func slow(p *scale.Pool) { p.Cooldown, p.Idle = 0, 0 }
+func slow(p *scale.Pool) {
+	p.Cooldown, p.Idle = scale.Duration(5*time.Minute), scale.Duration(5*time.Minute)
+}
 
 // most is a pool of so many workers, which much work needs all.
 func most(n int) func(*scale.Pool) {
@@ -526,6 +529,43 @@ func TestInvalidPoolWaitsForItsChange(t *testing.T) {
 	e.eventually("one is ready", e.ready(1))
 }
 
+// An operator who mends a script applies the same pool again: what failed is tried at once, also by the next leader, and waits again if it fails again.
+func TestAPoolThatIsAppliedAgainIsTriedAtOnce(t *testing.T) {
+	t.Parallel()
+	for name, failure := range map[string]error{"it can never work": provider.ErrInvalid, "it fails": errors.New("exit code 1"), "there is no room": provider.ErrCapacity} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			e := newEnv(t)
+			broken, tries := atomic.Bool{}, atomic.Int32{}
+			broken.Store(true)
+			e.cloud.onStart = func(string) (bool, error) {
+				tries.Add(1)
+				if broken.Load() {
+					return false, failure
+				}
+				return true, nil
+			}
+			p := e.pool(func(p *scale.Pool) { slow(p); p.Max = 1 })
+			long := func(t *autoscaler.Timing) { t.Retry(time.Hour, time.Hour); t.Room(time.Hour, time.Hour) }
+			r := e.run(autoscaler.Config{}, long)
+			e.wait(1, 50, 0)
+			e.eventually("it was tried", func() bool { return tries.Load() == 1 })
+			e.always("it waits", r, 10, func() bool { return tries.Load() == 1 })
+			e.update(p)
+			e.eventually("it is tried again", func() bool { return tries.Load() == 2 })
+			e.always("it waits again", r, 10, func() bool { return tries.Load() == 2 })
+			r.stop()
+			e.update(p)
+			r = e.run(autoscaler.Config{}, long)
+			e.eventually("the next leader tries it", func() bool { return tries.Load() == 3 })
+			broken.Store(false)
+			e.always("it waits for the operator", r, 10, func() bool { return tries.Load() == 3 })
+			e.update(p)
+			e.eventually("one is ready", e.ready(1))
+		})
+	}
+}
+
 // AS: what cannot be read is neither nothing nor much.
 func TestStaleDispatcherKeepsThePlan(t *testing.T) {
 	t.Parallel()
@@ -568,7 +608,7 @@ func TestProviderThatDoesNotAnswerHoldsUpNoOtherPool(t *testing.T) {
 	e.pool(func(p *scale.Pool) {
 		slow(p)
 		p.Name, p.Models, p.Provider, p.Engine.Command = "other", []job.Model{"n"}, "command", nil
-		p.Command = &scale.Command{Start: []string{"x"}, Stop: []string{"x"}, List: []string{"x"}}
+		p.Command = &scale.Command{Start: []string{"x"}, Stop: []string{"x"}, List: []string{"x"}, Timeout: scale.Duration(2 * time.Minute)}
 	})
 	e.cloud.onList = func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
 	r := e.run(autoscaler.Config{}, func(t *autoscaler.Timing) { t.ListStale(200 * time.Millisecond) })

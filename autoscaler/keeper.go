@@ -20,8 +20,11 @@ import (
 	"github.com/millrace/millrace/internal/scale"
 )
 
-// wish is how a pool shall be: nil if it was removed.
-type wish struct{ pool *scale.Pool }
+// wish is how a pool shall be, nil if it was removed, and when that was written.
+type wish struct {
+	pool    *scale.Pool
+	changed job.Millis
+}
 
 // keeper keeps one pool, while this process leads: in a goroutine of its own, so that a pool whose provider is slow or fails holds up no other. That goroutine owns all fields but those that say otherwise; calls that may take long run beside it
 // and hand back what is to be done once they have returned.
@@ -65,6 +68,8 @@ type keeper struct {
 	meters      map[string]*meter
 	told        scale.Decision // the one that was written down last
 	failingList bool
+	// removalTold: it was written down that the pool goes.
+	removalTold bool
 }
 
 // call is a kind of call that may take long.
@@ -115,11 +120,11 @@ type worker struct {
 }
 
 // wish tells the keeper how the pool shall be now, nil if it was removed.
-func (k *keeper) wish(p *scale.Pool) {
+func (k *keeper) wish(p *scale.Pool, changed job.Millis) {
 	if p == nil || !samePlace(k.place, p) {
 		k.leaving.Store(true)
 	}
-	k.spec.Store(&wish{p})
+	k.spec.Store(&wish{p, changed})
 }
 
 func newKeeper(l *leader, p *scale.Pool, s *learned, launches []ledger.Launch, now time.Time) *keeper {
@@ -252,7 +257,7 @@ func (k *keeper) turn(ctx context.Context) bool {
 	k.hear(now, members)
 	k.list(ctx, now)
 	if k.removing {
-		return k.remove(ctx, now)
+		return k.recordRemoval(ctx, now) && k.remove(ctx, now)
 	}
 	k.learnSeason(ctx, now)
 	if !k.progress(ctx, now) {
@@ -274,7 +279,8 @@ func (k *keeper) turn(ctx context.Context) bool {
 
 // follow takes the pool as it is wished now. What was learned of other workers does not hold for the new ones; a pool that moves to another provider is removed first.
 func (k *keeper) follow() {
-	wanted := k.spec.Load().pool
+	wish := k.spec.Load()
+	wanted := wish.pool
 	old := k.learned.Spec
 	switch {
 	case k.removing:
@@ -295,13 +301,19 @@ func (k *keeper) follow() {
 		k.learned.works()
 		k.learned.room()
 		k.meters = map[string]*meter{}
+	}
+	// Whoever writes a pool anew, be it as it was, has mended something: its image, its script, its quota.
+	changed := wish.changed != k.learned.Changed
+	if changed && k.learned.Changed > 0 || old != nil && !sameStart(old, wanted) {
+		k.learned.retry(time.Now())
 		for _, w := range k.workers {
 			if !w.asked {
 				w.next = time.Time{}
 			}
 		}
 	}
-	if old == nil || !same(old, wanted) {
+	k.learned.Changed = wish.changed
+	if changed || old == nil || !same(old, wanted) {
 		k.learned.Spec = wanted
 		k.savedAt = time.Time{}
 	}
@@ -450,8 +462,8 @@ func staleAfter(p *scale.Pool, t timing) time.Duration {
 	return max(t.listStale, 2*limit(p, t.listTimeout)+15*time.Second)
 }
 
-// sample is what is known of the pool now.
-func (k *keeper) sample(now time.Time, members []cluster.Member) scale.Sample {
+// workersNow is what is known of the pool's workers now.
+func (k *keeper) workersNow(now time.Time) scale.Sample {
 	s := scale.Sample{Now: now, Throughput: k.learned.throughput(k.pool), ColdStart: k.learned.coldStart(k.pool)}
 	s.Failures, s.RetryAt, s.Failure = k.learned.Failures, k.learned.RetryAt, k.learned.Failure
 	for _, name := range slices.Sorted(maps.Keys(k.workers)) {
@@ -465,8 +477,13 @@ func (k *keeper) sample(now time.Time, members []cluster.Member) scale.Sample {
 			one.IdleSince = time.Time{} // however idle it is, it cannot go yet
 		}
 		s.Workers = append(s.Workers, one)
-
 	}
+	return s
+}
+
+// sample is what is known of the pool now.
+func (k *keeper) sample(now time.Time, members []cluster.Member) scale.Sample {
+	s := k.workersNow(now)
 	if l := k.learned; now.Before(l.RoomAt) {
 		if s.Limit = l.Limit; s.Limit == 0 {
 			// No room for even one: as if a start had failed, for a limit of none means that there is no limit.
@@ -562,6 +579,33 @@ func (k *keeper) measure(waiting map[job.Class]scale.Amount) {
 			delete(k.meters, name)
 		}
 	}
+}
+
+// recordRemoval writes down that the pool goes, as any decision: once. It is false if that failed.
+func (k *keeper) recordRemoval(ctx context.Context, now time.Time) bool {
+	if k.removalTold || k.ending {
+		return true
+	}
+	d := scale.Decision{At: now, Pool: k.name(), Action: scale.ScaleDown, Reason: "the pool was removed", Sample: k.workersNow(now)}
+	if k.spec.Load().pool != nil {
+		d.Reason = "the pool gets another provider or workload, and begins anew there"
+	}
+	for _, w := range d.Sample.Workers {
+		if w.State != scale.Draining {
+			d.Stop = append(d.Stop, w.Name)
+		}
+	}
+	switch n := len(d.Stop); n {
+	case 0:
+		d.Reason += ": it has no workers to stop"
+	case 1:
+		d.Reason += ": its worker is drained and stopped"
+	default:
+		d.Reason += fmt.Sprintf(": its %d workers are drained and stopped", n)
+	}
+	k.told = scale.Decision{} // whatever was told last
+	k.removalTold = k.record(ctx, now, &d)
+	return k.removalTold
 }
 
 // history is what came before.
@@ -672,8 +716,8 @@ func (k *keeper) tell(now time.Time, d *scale.Decision) {
 	n := countStates(d.Sample.Workers)
 	info := &cluster.PoolInfo{
 		Name: k.name(), Models: k.pool.Models, Wanted: d.Want, Ready: n[scale.Ready], Starting: n[scale.Starting], Draining: n[scale.Draining], Max: k.pool.Max,
-		WorkerRate: d.Sample.Throughput,
-		Action:     string(d.Action), Reason: d.Reason + k.waiting(),
+		WorkerRate: d.Sample.Throughput, ColdStart: d.Sample.ColdStart.P50.Seconds(),
+		Action: string(d.Action), Reason: d.Reason + k.waiting(),
 	}
 	for _, w := range d.Sample.Workers {
 		if w.State != scale.Draining || w.Jobs > 0 {

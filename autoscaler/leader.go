@@ -11,7 +11,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/scale"
@@ -39,6 +38,10 @@ type leader struct {
 	failing map[string]bool
 	keepers map[string]*keeper
 	pools   map[string]*scale.Pool // as they were last read
+	// changed is when each was last written; an operator's word, also where it says what was said before.
+	changed map[string]job.Millis
+	// poolsAt is when the reading of pools began, zero if there was none yet.
+	poolsAt time.Time
 
 	// The duty "pools" has these.
 	synced int // version of the file that the database has
@@ -62,7 +65,7 @@ type batches struct {
 func newLeader(a *Autoscaler, epoch uint64, resign context.CancelFunc) *leader {
 	return &leader{
 		a: a, epoch: epoch, resign: resign, launches: map[string][]ledger.Launch{}, states: map[string]*learned{}, failing: map[string]bool{}, keepers: map[string]*keeper{},
-		pools: map[string]*scale.Pool{}, unusable: map[string]bool{}, remembered: map[job.Model]time.Time{},
+		pools: map[string]*scale.Pool{}, changed: map[string]job.Millis{}, unusable: map[string]bool{}, remembered: map[job.Model]time.Time{},
 	}
 }
 
@@ -160,8 +163,9 @@ func (l *leader) syncPools(ctx context.Context) error {
 		return err
 	}
 	l.readAt = now
-	pools := map[string]*scale.Pool{}
+	pools, changed := map[string]*scale.Pool{}, map[string]job.Millis{}
 	for _, row := range rows {
+		changed[row.Name] = row.Updated
 		p, err := scale.ParsePool(row.Spec)
 		if err == nil && p.Name != row.Name {
 			err = fmt.Errorf("it has the name %q inside", p.Name)
@@ -182,7 +186,7 @@ func (l *leader) syncPools(ctx context.Context) error {
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.pools = pools
+	l.pools, l.changed, l.poolsAt = pools, changed, now
 	l.keep(ctx, now)
 	return nil
 }
@@ -239,7 +243,7 @@ func (l *leader) keep(ctx context.Context, now time.Time) {
 		case <-k.done:
 			delete(l.keepers, name)
 		default:
-			k.wish(l.pools[name])
+			k.wish(l.pools[name], l.changed[name])
 		}
 	}
 	names := maps.Clone(l.pools)
@@ -261,7 +265,7 @@ func (l *leader) keep(ctx context.Context, now time.Time) {
 			continue
 		}
 		k := newKeeper(l, p, l.states[name], l.launches[name], now)
-		k.wish(l.pools[name])
+		k.wish(l.pools[name], l.changed[name])
 		delete(l.states, name) // they are the keeper's now
 		delete(l.launches, name)
 		l.keepers[name] = k
@@ -368,19 +372,36 @@ func (l *leader) recordArrivals(ctx context.Context) error {
 	return nil
 }
 
-// rememberModels keeps the pools' models known while no worker serves them: their jobs are accepted, and start one.
+// rememberModels keeps the pools' models known while no worker serves them, so that their jobs are accepted and start one, and has those forgotten that no pool names any more.
 func (l *leader) rememberModels(ctx context.Context) error {
 	var errs []error
 	now := time.Now()
-	for m := range l.served() {
+	l.mu.Lock()
+	read := l.poolsAt
+	l.mu.Unlock()
+	served := l.served()
+	for m := range served {
 		if now.Sub(l.remembered[m]) < l.a.timing.minute {
 			continue
 		}
-		if err := l.a.deps.Cluster.Remember(ctx, cluster.KnownModel{Model: m}); err != nil {
+		if err := l.a.deps.Cluster.Name(ctx, m); err != nil {
 			errs = append(errs, err)
 			continue
 		}
 		l.remembered[m] = now
+	}
+	if read.IsZero() {
+		return errors.Join(errs...)
+	}
+	for _, k := range l.a.deps.Cluster.Known() {
+		// One that was named just now may be of a pool that was made after they were read.
+		if k.Named == 0 || served[k.Model] || read.Sub(time.UnixMilli(k.Named)) < l.a.timing.unnamed {
+			continue
+		}
+		delete(l.remembered, k.Model)
+		if err := l.a.deps.Cluster.Unname(ctx, k.Model); err != nil {
+			errs = append(errs, err)
+		}
 	}
 	return errors.Join(errs...)
 }
@@ -414,7 +435,7 @@ func (l *leader) stopAll(ctx context.Context) error {
 		}
 		k := newKeeper(l, p, l.states[name], launches, time.Now())
 		k.ending = true
-		k.spec.Store(&wish{nil}) // as if it had been removed
+		k.spec.Store(&wish{}) // as if it had been removed
 		l.running.Go(func() {
 			ctx, cancel := context.WithTimeout(ctx, stopLimit(p))
 			defer cancel()

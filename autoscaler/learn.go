@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/millrace/millrace/internal/cluster"
+	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/scale"
 )
 
@@ -36,6 +37,8 @@ type learned struct {
 	RoomAt   time.Time `json:"room_at,omitzero"`
 	Limit    int       `json:"limit,omitempty"`
 	Refusal  string    `json:"refusal,omitempty"`
+	// Changed is when the pool was last written, as far as that has been heeded, unix ms.
+	Changed job.Millis `json:"changed,omitempty"`
 	// LastDemand is when anything was asked of the pool.
 	LastDemand time.Time `json:"last_demand,omitzero"`
 }
@@ -105,6 +108,16 @@ func (l *learned) clamp(now time.Time, t timing) {
 	}
 	if latest := now.Add(t.lastRoom); l.RoomAt.After(latest) {
 		l.RoomAt = latest
+	}
+}
+
+// retry lets what failed be tried again now. It has not succeeded yet: what fails again waits for as long as it would have.
+func (l *learned) retry(now time.Time) {
+	if now.Before(l.RetryAt) {
+		l.RetryAt = now
+	}
+	if now.Before(l.RoomAt) {
+		l.RoomAt = now
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -161,7 +162,7 @@ func TestPoolThatMovesLeavesNothingBehind(t *testing.T) {
 	e.run(autoscaler.Config{})
 	e.eventually("one is ready", e.ready(1))
 	p.Provider, p.Engine.Command = "command", nil
-	p.Command = &scale.Command{Start: []string{"x"}, Stop: []string{"x"}, List: []string{"x"}}
+	p.Command = &scale.Command{Start: []string{"x"}, Stop: []string{"x"}, List: []string{"x"}, Timeout: scale.Duration(2 * time.Minute)}
 	e.update(p)
 	e.eventually("it has moved", func() bool {
 		i := e.info("p")
@@ -296,6 +297,54 @@ func TestModelsOfPoolsAreKnown(t *testing.T) {
 		}
 		return n == 2
 	})
+}
+
+// A model that no pool names any more is forgotten soon, however the pool went, unless a worker has served it.
+func TestModelsOfRemovedPoolsAreForgotten(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	e.ok(e.cluster().Remember(t.Context(), cluster.KnownModel{Model: "served"}))
+	p := e.pool(func(p *scale.Pool) { p.Models = []job.Model{"served", "dropped", "never"} })
+	e.run(autoscaler.Config{})
+	known := func(want ...job.Model) func() bool {
+		return func() bool {
+			var got []job.Model
+			for _, k := range e.seen.Known() {
+				if k.Model != model {
+					got = append(got, k.Model)
+				}
+			}
+			return slices.Equal(got, want)
+		}
+	}
+	e.eventually("all are known", known("dropped", "never", "served"))
+	p.Models = []job.Model{"served", "never"}
+	e.update(p)
+	e.eventually("what the pool names no more is forgotten", known("never", "served"))
+	e.ok(e.ledger.DeletePool(t.Context(), "p"))
+	e.eventually("what was never served is forgotten", known("served"))
+}
+
+func TestTheRemovalOfAPoolIsADecision(t *testing.T) {
+	t.Parallel()
+	e := newEnv(t)
+	e.pool(func(p *scale.Pool) { p.Min = 2 })
+	e.run(autoscaler.Config{})
+	e.eventually("two are ready", e.ready(2))
+	names := e.cloud.names()
+	e.ok(e.ledger.DeletePool(t.Context(), "p"))
+	e.eventually("nothing is left", func() bool {
+		states, err := e.ledger.PoolStates(t.Context())
+		return err == nil && len(states) == 0 && e.cloud.count() == 0
+	})
+	all := e.decisions()
+	last := all[len(all)-1]
+	if last.Action != scale.ScaleDown || last.Want != 0 || !slices.Equal(last.Stop, names) || last.Reason != "the pool was removed: its 2 workers are drained and stopped" {
+		t.Errorf("%+v", last)
+	}
+	if before := all[len(all)-2]; strings.Contains(before.Reason, "removed") {
+		t.Errorf("it is there twice: %+v", before)
+	}
 }
 
 // AS-4: each kind of work on an idle model starts a worker.

@@ -12,6 +12,7 @@ import (
 
 	"github.com/millrace/millrace/internal/batch"
 	"github.com/millrace/millrace/internal/blob"
+	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/queue"
@@ -242,6 +243,22 @@ func (v *driver) forget() {
 	for _, r := range v.batches {
 		r.stale.Store(true)
 		r.poke()
+	}
+}
+
+// unfed adds to a model's queue what its running batches have yet to feed.
+func (v *driver) unfed(info *cluster.QueueInfo) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, r := range v.batches {
+		s := r.supplyOf(info.Model)
+		if s == nil {
+			continue
+		}
+		if lines, tokens := s.unfed(); lines > 0 {
+			info.BatchLines[s.tenant()] += int(lines)
+			info.BatchTokens += tokens
+		}
 	}
 }
 

@@ -37,6 +37,8 @@ type lineSupply struct {
 	l     *lines
 	model job.Model
 	lines int64
+	// tokens is what all of the lines are expected to need.
+	tokens job.Tokens
 	// done: all lines have been moved.
 	done atomic.Bool
 	// fedTo is where the first line stands that is not surely queued; it lags behind while a chunk is published.
@@ -62,7 +64,7 @@ type entry struct {
 }
 
 func newLineSupply(r *running, l *lines, p ledger.Portion) *lineSupply {
-	s := &lineSupply{r: r, l: l, model: p.Model, lines: p.Lines, reserved: p.Reserved, doubtful: p.Reserved, untouched: p.Reserved, read: p.Confirmed}
+	s := &lineSupply{r: r, l: l, model: p.Model, lines: p.Lines, tokens: p.Tokens, reserved: p.Reserved, doubtful: p.Reserved, untouched: p.Reserved, read: p.Confirmed}
 	s.fedTo.Store(p.Confirmed)
 	return s
 }
@@ -100,6 +102,14 @@ func (s *lineSupply) close() {
 	defer s.turn.Unlock()
 	s.closed = true
 	s.done.Store(true)
+}
+
+// unfed is how many lines are not surely queued yet, and about what they are expected to need.
+func (s *lineSupply) unfed() (lines int64, tokens job.Tokens) {
+	if lines = s.lines - s.fedTo.Load(); lines <= 0 {
+		return 0, 0
+	}
+	return lines, job.Tokens(float64(s.tokens) * float64(lines) / float64(s.lines))
 }
 
 func (s *lineSupply) tenant() job.Tenant { return s.r.now().Tenant }

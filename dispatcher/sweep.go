@@ -55,7 +55,7 @@ func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time, feed *
 	}
 	infos := make([]cluster.QueueInfo, 0, len(models))
 	for _, m := range models {
-		info := cluster.QueueInfo{Model: m, Waiting: map[job.Class]int{}, WaitingLines: map[job.Tenant]int{}, Delivered: map[job.Class]int{}}
+		info := cluster.QueueInfo{Model: m, Waiting: map[job.Class]int{}, WaitingLines: map[job.Tenant]int{}, BatchLines: map[job.Tenant]int{}, Delivered: map[job.Class]int{}}
 		for _, kind := range []queue.Kind{queue.Work, queue.Live} {
 			depth, err := d.deps.Queue.Depth(ctx, kind, m)
 			if err != nil {
@@ -70,6 +70,9 @@ func (d *Dispatcher) lookAtQueues(ctx context.Context, elected time.Time, feed *
 					return err
 				}
 			}
+		}
+		if v := d.driver.Load(); v != nil {
+			v.unfed(&info)
 		}
 		weigh(&info, backlogs[m])
 		d.metrics.count(info)

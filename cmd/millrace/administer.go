@@ -282,27 +282,35 @@ type limitFlags struct {
 	fs     *pflag.FlagSet
 }
 
-// add adds the limits of those names.
-func (l *limitFlags) add(fs *pflag.FlagSet, names []string) {
+// add adds the limits of those names, with what each is.
+func (l *limitFlags) add(fs *pflag.FlagSet, names []string, help map[string]string) {
 	l.fs, l.values = fs, make(map[string]*int64)
 	for _, name := range names {
 		l.values[name] = new(int64)
 		if flag := flagOf(name); name == "file_bytes" {
-			fs.Var((*size)(l.values[name]), flag, limitHelp[name])
+			fs.Var((*size)(l.values[name]), flag, help[name])
 		} else {
-			fs.Int64Var(l.values[name], flag, 0, limitHelp[name])
+			fs.Int64Var(l.values[name], flag, 0, help[name])
 		}
 	}
 }
 
-var limitHelp = map[string]string{
+var tenantLimits = map[string]string{
 	"requests_per_minute": "most calls, jobs, and creates of files and batches a minute; 0 for no limit",
 	"tokens_per_minute":   "most `tokens` a minute that calls and jobs are expected to need; 0 for no limit",
-	"running":             "most calls that run on their connections at once, and most jobs and lines that are given to workers at once; 0 for no limit",
+	"running":             "most calls that run on their connections at once, and, counted apart, most jobs and lines that are given to workers at once; 0 for no limit",
 	"running_tokens":      "most `tokens` that those are expected to need; 0 for no limit",
 	"queued":              "most accepted jobs that have not ended; 0 for no limit of its own",
 	"queued_tokens":       "most `tokens` that those and the lines of batches are expected to need; 0 for no limit of its own",
 	"file_bytes":          "most `bytes` of all files that are kept; 0 for no limit",
+}
+
+// keyLimits: a key's bound calls alone where a tenant's bound jobs and lines as well.
+var keyLimits = map[string]string{
+	"requests_per_minute": tenantLimits["requests_per_minute"],
+	"tokens_per_minute":   tenantLimits["tokens_per_minute"],
+	"running":             "most calls that run on their connections at once, jobs and lines aside; 0 for no limit",
+	"running_tokens":      tenantLimits["running_tokens"],
 }
 
 func flagOf(limit string) string { return strings.ReplaceAll(limit, "_", "-") }

@@ -108,12 +108,12 @@ func createBatch(cmd *cobra.Command, p *program, c *client.Client, name string, 
 		}
 		return c.CreateBatch(ctx, client.NewBatch{InputFileID: name, Endpoint: job.Endpoint(what.endpoint), CompletionWindow: what.window, Metadata: what.metadata})
 	}
-	in, err := openInput(ctx, p, name)
+	in, err := openRequests(ctx, p, name)
 	if err != nil {
 		return nil, err
 	}
 	defer in.close()
-	endpoint, err := in.endpointOr(cmd, what.endpoint)
+	endpoint, err := in.endpointOr(what.endpoint)
 	if err != nil {
 		return nil, err
 	}
@@ -371,20 +371,31 @@ no order; also while the batch still runs. A file of requests is never replaced 
 
 func newBatchCancel(p *program) *cobra.Command {
 	var (
-		conn clientFlags
-		out  output
+		conn     clientFlags
+		adminKey string
+		out      output
 	)
 	cmd := &cobra.Command{
 		Use: "cancel ID…", Short: "End batches before all their lines have ended",
-		Long:    "Cancel batches. What has ended stays, what runs is stopped, and the rest never starts.",
-		Example: "  millrace batch cancel batch_06f2…", Args: args(1, 1000, "ID"),
+		Long: `Cancel batches. What has ended stays, what runs is stopped, and the rest never starts.
+
+With an admin key (--admin-key or MILLRACE_ADMIN_KEY) they may be any tenant's. They stay
+the tenant's own, and so do their results.`,
+		Example: "  millrace batch cancel batch_06f2…\n  MILLRACE_ADMIN_KEY=… millrace batch cancel batch_06f2…", Args: args(1, 1000, "ID"),
 		RunE: func(cmd *cobra.Command, given []string) error {
+			if adminKey != "" {
+				conn.key = adminKey
+			}
 			c, err := conn.open()
 			if err != nil {
 				return err
 			}
-			return explain(c, each(p.out, out, given, func(id string) (*client.Batch, string, error) {
-				b, err := c.CancelBatch(cmd.Context(), id)
+			cancel, why := c.CancelBatch, func(err error) error { return explain(c, err) }
+			if adminKey != "" {
+				cancel, why = c.CancelAnyBatch, func(err error) error { return explainAdmin(c, err, "") }
+			}
+			return why(each(p.out, out, given, func(id string) (*client.Batch, string, error) {
+				b, err := cancel(cmd.Context(), id)
 				if err != nil {
 					return nil, "", err
 				}
@@ -393,6 +404,7 @@ func newBatchCancel(p *program) *cobra.Command {
 		},
 	}
 	conn.add(cmd.Flags())
+	cmd.Flags().StringVar(&adminKey, "admin-key", "", "`key` that opens /admin, for a batch of any tenant's")
 	out.add(cmd.Flags())
 	return cmd
 }

@@ -97,6 +97,15 @@ func newFakeBatches(t *testing.T, steps ...string) *fakeBatches {
 		f.note("cancel " + r.PathValue("id"))
 		_, _ = fmt.Fprintf(w, `{"id":%q,"status":"cancelling"}`, r.PathValue("id"))
 	})
+	mux.HandleFunc("POST /admin/v1/batches/{id}/cancel", func(w http.ResponseWriter, r *http.Request) {
+		f.note("operator cancels " + r.PathValue("id"))
+		if r.Header.Get("Authorization") != "Bearer sk-admin" {
+			w.WriteHeader(http.StatusForbidden)
+			_, _ = io.WriteString(w, `{"error":{"message":"This key does not open it.","type":"invalid_request_error","param":null,"code":"permission_denied"}}`)
+			return
+		}
+		_, _ = fmt.Fprintf(w, `{"id":%q,"status":"cancelling"}`, r.PathValue("id"))
+	})
 	mux.HandleFunc("POST /v1/batches/{id}/retry", func(w http.ResponseWriter, r *http.Request) {
 		f.note("retry " + r.PathValue("id"))
 		b := f.add(client.NewBatch{InputFileID: "file-retry", Endpoint: job.ChatCompletions})
@@ -452,6 +461,41 @@ func TestBatchCreateListGetCancelResultsRetry(t *testing.T) {
 	}
 }
 
+// TestBatchCancelByAnOperator: with an admin key it may be any tenant's.
+func TestBatchCancelByAnOperator(t *testing.T) {
+	t.Parallel()
+	f := newFakeBatches(t)
+	if r := f.ask(t, "", "cancel", "batch_1", "batch_2", "--admin-key", "sk-admin"); r.code != 0 || r.out != "batch_1 cancelling\nbatch_2 cancelling\n" {
+		t.Errorf("%+v", r)
+	}
+	env := map[string]string{"MILLRACE_URL": f.URL, "MILLRACE_ADMIN_KEY": "sk-other", "MILLRACE_API_KEY": "sk-admin"}
+	if r := millrace(t, env, "", "batch", "cancel", "batch_3"); r.code != exitFailed || !strings.Contains(r.err, "set MILLRACE_ADMIN_KEY") {
+		t.Errorf("a key that does not open it: %+v", r)
+	}
+	if diff := cmp.Diff([]string{"operator cancels batch_1", "operator cancels batch_2", "operator cancels batch_3"}, f.asked); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// TestValidateOfAnEmptyFile: that it holds nothing is a fault of the file, and told as any other.
+func TestValidateOfAnEmptyFile(t *testing.T) {
+	t.Parallel()
+	f := newFakeBatches(t)
+	for _, text := range []string{"", "\ufeff\r\n \n"} {
+		if r := f.ask(t, text, "validate", "-", "--offline"); r.code != exitJob || !strings.Contains(r.out, "empty_file") || !strings.Contains(r.err, "1 error") {
+			t.Errorf("%q: %+v", text, r)
+		}
+		r := f.ask(t, text, "validate", "-", "-o", "json")
+		var got checkup
+		if err := json.Unmarshal([]byte(r.out), &got); err != nil || r.code != exitJob || got.Lines != 0 || got.Bad != 1 || len(got.Errors) != 1 || got.Errors[0].Code != job.CodeEmptyFile {
+			t.Errorf("%q: %v, %+v", text, err, r)
+		}
+	}
+	if r := f.ask(t, "", "validate", "nowhere.jsonl"); r.code != exitFailed {
+		t.Errorf("a file that is not there: %+v", r)
+	}
+}
+
 func TestBatchErrorsSayWhatToDo(t *testing.T) {
 	t.Parallel()
 	f := newFakeBatches(t)
@@ -467,9 +511,10 @@ func TestBatchErrorsSayWhatToDo(t *testing.T) {
 		{"both", []string{"run", good, "--resume", "batch_1"}, "", exitUsage, []string{"FILE", "--resume"}},
 		{"a file that is not there", []string{"run", "nowhere.jsonl"}, "", exitFailed, []string{"nowhere.jsonl", "no such file"}},
 		{"a folder", []string{"run", filepath.Dir(good)}, "", exitFailed, []string{"directory"}},
-		{"an empty file", []string{"run", "-"}, "\n \r\n", exitFailed, []string{"no request", "millrace batch --help"}},
-		{"no url", []string{"run", "-"}, `{"custom_id":"a"}`, exitUsage, []string{"no url", "--endpoint", "millrace batch validate"}},
-		{"another url", []string{"run", "-"}, `{"url":"/v1/images"}`, exitUsage, []string{"/v1/images", "/v1/chat/completions"}},
+		{"an empty file", []string{"run", "-"}, "\n \r\n", exitJob, []string{"no request", "millrace batch --help"}},
+		{"an empty file to create of", []string{"create", "-"}, "", exitJob, []string{"no request", "millrace batch --help"}},
+		{"no url", []string{"run", "-"}, `{"custom_id":"a"}`, exitJob, []string{"no url", "--endpoint", "millrace batch validate"}},
+		{"another url", []string{"run", "-"}, `{"url":"/v1/images"}`, exitJob, []string{"/v1/images", "/v1/chat/completions"}},
 		{"a window", []string{"run", good, "--window", "tomorrow"}, "", exitUsage, []string{"tomorrow", "24h"}},
 		{"a short window", []string{"run", good, "--window", "5s"}, "", exitUsage, []string{`window is "5s"`}},
 		{"a window of hours and minutes", []string{"create", good, "--window", "1h30m"}, "", exitUsage, []string{"1h30m", "whole number of minutes or hours"}},

@@ -43,7 +43,8 @@ wrong, how many tokens the lines are expected to need, and, with what the server
 of its workers, lines that fit none, and how long it will take on how many GPUs.
 
 Nothing is sent. Without a server it checks what can be known without.
-The exit code is 0 if the file is good, 3 if a line is not.`,
+The exit code is 0 if the file is good, 3 if it has faults or no line, 2 for a wrong
+command line, and 1 if it could not be checked.`,
 		Example: "  millrace batch validate requests.jsonl\n  millrace batch validate requests.jsonl --offline --tokens-per-second 12000\n  millrace batch validate requests.jsonl -o json",
 		Args:    args(1, 1, "FILE"),
 		RunE: func(cmd *cobra.Command, given []string) error {
@@ -264,7 +265,7 @@ func (f *checkFlags) check(cmd *cobra.Command, p *program, name string) (*checku
 		return nil, err
 	}
 	defer in.close()
-	endpoint, err := in.endpointOr(cmd, f.endpoint)
+	endpoint, err := in.endpointOr(f.endpoint)
 	if err != nil {
 		if f.endpoint != "" {
 			return nil, err

@@ -45,7 +45,8 @@ earlier run, else it is refused before anything is sent. So is one that holds re
 
 Ctrl-C ends the waiting and not the batch: it says how to go on. So does the same
 command: it finds the batch that it began, unless --new asks for another.
-The exit code is 0 if all lines completed, 3 if some did not.`,
+The exit code is 0 if all lines completed, 3 if some did not or the file has faults,
+2 for a wrong command line, and 1 if it could not be done.`,
 		Example: `  millrace batch run requests.jsonl
   millrace batch run requests.jsonl -o answers.jsonl --window 48h
   zcat requests.jsonl.gz | millrace batch run - > answers.jsonl
@@ -199,11 +200,17 @@ func openInput(ctx context.Context, p *program, name string) (*input, error) {
 		in.close()
 		return nil, fmt.Errorf("reading %s: %w", in.name, err)
 	}
-	if in.lines == 0 {
-		in.close()
-		return nil, fmt.Errorf("%s holds no request: put one JSON object on each line, as `millrace batch --help` shows", in.name)
-	}
 	return in, nil
+}
+
+// openRequests is openInput of a file that is to be sent.
+func openRequests(ctx context.Context, p *program, name string) (*input, error) {
+	in, err := openInput(ctx, p, name)
+	if err == nil && in.lines == 0 {
+		in.close()
+		return nil, &exitError{exitJob, fmt.Errorf("%s holds no request: put one JSON object on each line, as `millrace batch --help` shows", in.name)}
+	}
+	return in, err
 }
 
 func (in *input) spool(ctx context.Context, from io.Reader) (err error) {
@@ -275,7 +282,7 @@ func (in *input) close() {
 }
 
 // endpointOr is the endpoint as said, or the first line's url.
-func (in *input) endpointOr(cmd *cobra.Command, said string) (job.Endpoint, error) {
+func (in *input) endpointOr(said string) (job.Endpoint, error) {
 	if said != "" {
 		return job.Endpoint(said), nil
 	}
@@ -283,11 +290,11 @@ func (in *input) endpointOr(cmd *cobra.Command, said string) (job.Endpoint, erro
 		URL string `json:"url"`
 	}
 	if err := json.Unmarshal(bytes.TrimPrefix(bytes.TrimSpace(in.first), []byte("\ufeff")), &line); err != nil || line.URL == "" {
-		return "", usageError(cmd, fmt.Errorf("the first line of %s names no url: say what the requests are for with --endpoint, or see what is wrong with `millrace batch validate`", in.name))
+		return "", &exitError{exitJob, fmt.Errorf("the first line of %s names no url: say what the requests are for with --endpoint, or see what is wrong with `millrace batch validate`", in.name)}
 	}
 	e, err := job.ParseEndpoint(line.URL)
 	if err != nil {
-		return "", &exitError{exitUsage, fmt.Errorf("the url of the first line of %s: %w", in.name, err)}
+		return "", &exitError{exitJob, fmt.Errorf("the url of the first line of %s: %w", in.name, err)}
 	}
 	return e, nil
 }
@@ -334,13 +341,13 @@ const mostMetadata = 16
 // begin sends the file and starts the batch, or finds the one that was begun before.
 func (r *batchRun) begin(cmd *cobra.Command, name string, what createFlags, fresh bool) (*client.Batch, error) {
 	ctx := cmd.Context()
-	in, err := openInput(ctx, r.p, name)
+	in, err := openRequests(ctx, r.p, name)
 	if err != nil {
 		return nil, err
 	}
 	defer in.close()
 	r.lines = in.lines
-	endpoint, err := in.endpointOr(cmd, what.endpoint)
+	endpoint, err := in.endpointOr(what.endpoint)
 	if err != nil {
 		return nil, err
 	}

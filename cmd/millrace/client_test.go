@@ -264,3 +264,26 @@ func TestATenantThatWasDeletedIsNotSaidToBeChangeable(t *testing.T) {
 		}
 	}
 }
+
+// TestTheOtherKeysFlagIsNamed: some commands take --admin-key in place of --api-key.
+func TestTheOtherKeysFlagIsNamed(t *testing.T) {
+	t.Parallel()
+	for args, want := range map[string]string{
+		"status --api-key k": "this command takes --admin-key", "keys list --api-key=k": "this command takes --admin-key", "jobs list --admin-key k": "this command takes --api-key",
+		"status --nope k": "unknown flag: --nope: see",
+	} {
+		if r := millrace(t, nil, "", strings.Fields(args)...); r.code != exitUsage || !strings.Contains(r.err, want) || !strings.Contains(r.err, "--help`") {
+			t.Errorf("%s: %+v", args, r)
+		}
+	}
+}
+
+func TestAKeysLimitsAreNotATenants(t *testing.T) {
+	t.Parallel()
+	if r := millrace(t, nil, "", "keys", "create", "--help"); strings.Contains(r.out, "given to workers") || !strings.Contains(r.out, "jobs and lines aside") {
+		t.Errorf("a key's: %s", r.out)
+	}
+	if r := millrace(t, nil, "", "tenants", "create", "--help"); !strings.Contains(r.out, "given to workers") {
+		t.Errorf("a tenant's: %s", r.out)
+	}
+}

@@ -154,7 +154,7 @@ a second and in all its processes: make one of scope admin first, for yourself.`
 	f.StringSliceVar(&scopes, "scope", nil, "what it `opens`: inference, batches, admin (default inference,batches)")
 	f.StringSliceVarP(&models, "model", "m", nil, "the `models` that it may use (default all)")
 	f.DurationVar(&lives, "expires-in", 0, "after how long it opens nothing any more (default never)")
-	limits.add(f, ledger.KeyLimitNames())
+	limits.add(f, ledger.KeyLimitNames(), keyLimits)
 	conn.add(f)
 	out.add(f)
 	return cmd

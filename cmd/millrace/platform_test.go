@@ -132,6 +132,30 @@ func TestJobsOutliveARestart(t *testing.T) {
 	}
 }
 
+// TestAForeignSchemaIsToldWithoutNATS: an operator has to do something about it, which waiting for another server only delays.
+func TestAForeignSchemaIsToldWithoutNATS(t *testing.T) {
+	t.Parallel()
+	database := "sqlite:" + filepath.Join(t.TempDir(), "millrace.db")
+	for _, args := range []string{"migrate", "migrate down --to 2"} {
+		if r := millrace(t, map[string]string{"MILLRACE_DATABASE_URL": database}, "", strings.Fields(args)...); r.code != 0 {
+			t.Fatalf("%s: %+v", args, r)
+		}
+	}
+	nowhere := testenv.FreeAddr(t)
+	for _, role := range []string{"api", "dispatcher", "autoscaler"} {
+		b := start(t, role, "--nats-url", "nats://"+nowhere, "--redis-url", "redis://"+nowhere, "--database-url", database, "--metrics-listen", "off")
+		select {
+		case code := <-b.ended:
+			b.ended <- code
+			if code != exitFailed || !strings.Contains(b.err.String(), "at version 2") || !strings.Contains(b.err.String(), "run `millrace migrate`") {
+				t.Errorf("%s ended with code %d:\n%s", role, code, b.err)
+			}
+		case <-soon(t).Done():
+			t.Errorf("%s goes on waiting:\n%s", role, b.err)
+		}
+	}
+}
+
 // TestRolesWaitForTheirServers starts everything in the reverse order of what it needs.
 func TestRolesWaitForTheirServers(t *testing.T) {
 	t.Parallel()

@@ -18,7 +18,7 @@ const (
 	exitOK          = 0
 	exitFailed      = 1
 	exitUsage       = 2   // the command line or the configuration is wrong
-	exitJob         = 3   // a job ended otherwise than completed
+	exitJob         = 3   // a job or a line ended otherwise than completed, or the file of a batch has faults
 	exitInterrupted = 130 // as a shell counts a Ctrl-C
 )
 
@@ -40,6 +40,19 @@ func (e *exitError) Unwrap() error { return e.err }
 // usageError says that the command was called wrongly, and how to find out more.
 func usageError(cmd *cobra.Command, err error) error {
 	return &exitError{exitUsage, fmt.Errorf("%w: see `%s --help`", err, cmd.CommandPath())}
+}
+
+// flagError says that a flag is wrong, and which takes the key where the command takes another one.
+func flagError(cmd *cobra.Command, err error) error {
+	var unknown *pflag.NotExistError
+	if errors.As(err, &unknown) {
+		for _, keys := range [][2]string{{"api-key", "admin-key"}, {"admin-key", "api-key"}} {
+			if unknown.GetSpecifiedName() == keys[0] && cmd.Flags().Lookup(keys[1]) != nil {
+				err = fmt.Errorf("%w: this command takes --%s", err, keys[1])
+			}
+		}
+	}
+	return usageError(cmd, err)
 }
 
 // run runs one command line and returns the program's exit code.
@@ -121,7 +134,7 @@ func newRoot(p *program) *cobra.Command {
 	root.SetErr(p.err)
 	root.SetUsageTemplate(usageTemplate)
 	root.SetVersionTemplate("millrace {{.Version}}\n")
-	root.SetFlagErrorFunc(usageError)
+	root.SetFlagErrorFunc(flagError)
 	root.AddGroup(
 		&cobra.Group{ID: "run", Title: "Run the platform:"}, &cobra.Group{ID: "use", Title: "Use it:"}, &cobra.Group{ID: "more", Title: "And:"},
 	)

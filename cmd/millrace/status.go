@@ -1,13 +1,16 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
 	"math"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -37,26 +40,86 @@ level at which it pulls: the lowest gets work first), and its GPUs.`,
 	return cmd
 }
 
-func status(ctx context.Context, w io.Writer, c *client.Client, out output) error {
-	queues, err := c.Queues(ctx)
-	if err != nil {
-		return err
+// partLimit bounds how long each part of a status may take: what comes is shown, whatever else does not.
+const partLimit = 5 * time.Second
+
+// overview is what a status shows; nil is a part that did not come.
+type overview struct {
+	Queues  []client.ModelQueue `json:"queues"`
+	Workers []client.Worker     `json:"workers"`
+	Pools   []client.Pool       `json:"pools"`
+}
+
+// look asks for all parts at once. The error names those that did not come.
+func look(ctx context.Context, c *client.Client, limit time.Duration) (overview, error) {
+	var (
+		o    overview
+		errs [3]error
+		all  sync.WaitGroup
+	)
+	all.Go(func() { o.Queues, errs[0] = part(ctx, limit, "the queues", c.Queues) })
+	all.Go(func() { o.Workers, errs[1] = part(ctx, limit, "the workers", c.Workers) })
+	all.Go(func() { o.Pools, errs[2] = part(ctx, limit, "the pools", c.Pools) })
+	all.Wait()
+	for _, err := range errs { // the others will say the same
+		var refused *client.Error
+		if errors.As(err, &refused) && refused.Status < 500 {
+			return o, errors.Unwrap(err)
+		}
 	}
-	workers, err := c.Workers(ctx)
-	if err != nil {
+	if o.Queues == nil && o.Workers == nil && o.Pools == nil {
+		return o, cmp.Or(errs[:]...)
+	}
+	return o, errors.Join(errs[:]...)
+}
+
+// part asks for one, which is no nil if it came.
+func part[T any](ctx context.Context, limit time.Duration, what string, ask func(context.Context) ([]T, error)) ([]T, error) {
+	bound, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	list, err := ask(bound)
+	switch {
+	case err == nil:
+		return append([]T{}, list...), nil
+	case bound.Err() != nil && ctx.Err() == nil:
+		return nil, fmt.Errorf("%s are not known: there is no answer within %s", what, short(limit))
+	}
+	return nil, fmt.Errorf("%s are not known: %w", what, err)
+}
+
+func status(ctx context.Context, w io.Writer, c *client.Client, out output) error {
+	o, err := look(ctx, c, partLimit)
+	if o.Queues == nil && o.Workers == nil && o.Pools == nil {
 		return err
 	}
 	if out.json() {
-		return printJSON(w, struct {
-			Queues  []client.ModelQueue `json:"queues"`
-			Workers []client.Worker     `json:"workers"`
-		}{queues, workers})
+		return errors.Join(printJSON(w, o), err)
 	}
-	return printStatus(w, time.Now(), queues, workers)
+	return errors.Join(printStatus(w, time.Now(), &o), err)
 }
 
-func printStatus(w io.Writer, now time.Time, queues []client.ModelQueue, workers []client.Worker) error {
-	if len(queues) == 0 && len(workers) == 0 {
+// unled are the models whose pools nobody leads, and led tells whether an autoscaler leads others.
+func (o *overview) unled() (models map[job.Model]bool, led bool) {
+	models = make(map[job.Model]bool)
+	for i := range o.Pools {
+		p := &o.Pools[i]
+		if p.State != nil {
+			led = true
+			continue
+		}
+		if spec, err := specOf(p); err == nil { // of a newer server, whose models are shown without this
+			for _, m := range spec.Models {
+				models[m] = true
+			}
+		}
+	}
+	return models, led
+}
+
+func printStatus(w io.Writer, now time.Time, o *overview) error {
+	queues, workers := o.Queues, o.Workers
+	unled, led := o.unled()
+	if o.Queues != nil && o.Workers != nil && len(queues) == 0 && len(workers) == 0 && len(o.Pools) == 0 {
 		_, err := fmt.Fprintln(w, "no model is known and no worker is here: start one with `millrace worker --engine URL`")
 		return err
 	}
@@ -65,16 +128,24 @@ func printStatus(w io.Writer, now time.Time, queues []client.ModelQueue, workers
 		why := ""
 		if q.Reason != nil {
 			why = because(*q.Reason)
+			if *q.Reason == "no_worker" && unled[q.Model] && !led {
+				why += ", and no autoscaler runs to start one"
+			}
 		}
 		rows = append(rows, []string{
 			string(q.Model), waiting(q), count(q.WaitingTokens), runs(q), fmt.Sprintf("%.1f", q.JobsPerSecond), rate(q), last(q), limit(q), states(q.Workers), why,
 		})
 	}
-	if err := table(w, rows); err != nil {
+	if len(rows) > 1 {
+		if err := table(w, rows); err != nil {
+			return err
+		}
+	}
+	if err := printPoolStates(w, now, queues, o.Pools...); err != nil {
 		return err
 	}
-	if err := printPoolStates(w, now, queues); err != nil {
-		return err
+	if o.Workers == nil {
+		return nil
 	}
 	if len(workers) == 0 {
 		_, err := fmt.Fprintln(w, "\nno workers")
@@ -89,8 +160,8 @@ func printStatus(w io.Writer, now time.Time, queues []client.ModelQueue, workers
 	return printGPUs(w, workers)
 }
 
-// printPoolStates prints a line for each pool that starts workers for a model.
-func printPoolStates(w io.Writer, now time.Time, queues []client.ModelQueue) error {
+// printPoolStates prints a line for each pool that starts workers for a model, and for those of all that nobody leads.
+func printPoolStates(w io.Writer, now time.Time, queues []client.ModelQueue, all ...client.Pool) error {
 	rows := [][]string{{"POOL", "WANTED", "READY", "STARTING", "DRAINING", "MAX", "NOW"}}
 	told := make(map[string]bool)
 	for _, q := range queues {
@@ -102,6 +173,29 @@ func printPoolStates(w io.Writer, now time.Time, queues []client.ModelQueue) err
 			rows = append(rows, []string{p.Name, count(p.Wanted), count(p.Ready), count(p.Starting), count(p.Draining), count(p.Max), does(now, p)})
 		}
 	}
+	led := len(told) > 0
+	for i := range all {
+		led = led || all[i].State != nil
+	}
+	for i := range all {
+		p := &all[i]
+		if told[p.Name] {
+			continue
+		}
+		if p.State != nil {
+			rows = append(rows, []string{p.Name, count(p.State.Wanted), count(p.State.Ready), count(p.State.Starting), count(p.State.Draining), count(p.State.Max), does(now, *p.State)})
+			continue
+		}
+		spec, err := specOf(p)
+		if err != nil {
+			return err
+		}
+		text := noAutoscaler
+		if led {
+			text = "the autoscaler has not decided about it yet"
+		}
+		rows = append(rows, []string{p.Name, "?", "?", "?", "?", count(spec.Max), text})
+	}
 	if len(rows) == 1 {
 		return nil
 	}
@@ -110,6 +204,9 @@ func printPoolStates(w io.Writer, now time.Time, queues []client.ModelQueue) err
 	}
 	return table(w, rows)
 }
+
+// noAutoscaler is said of a pool that nobody leads.
+const noAutoscaler = "nobody starts or stops its workers: no autoscaler runs: start `millrace autoscaler` (one that has just begun leads within seconds)"
 
 // does tells what a pool does now: why it starts no worker, when one that starts is ready, or what was decided last.
 func does(now time.Time, p client.PoolState) string {
@@ -251,6 +348,9 @@ func note(wk client.Worker) string {
 	if wk.Brake != "" {
 		parts = append(parts, "pulls nothing: "+oneLine(wk.Brake))
 	}
+	if wk.BatchLimit > 0 && wk.Sequences >= wk.BatchLimit {
+		parts = append(parts, fmt.Sprintf("its places for batch work are taken: %d sequences run, and %d may for one of it to start", wk.Sequences, wk.BatchLimit))
+	}
 	if wk.EngineWaiting > 0 {
 		parts = append(parts, plural(wk.EngineWaiting, "request")+" waiting inside the engine")
 	}
@@ -288,19 +388,30 @@ func printGPUs(w io.Writer, workers []client.Worker) error {
 
 func gib(bytes uint64) float64 { return float64(bytes) / (1 << 30) }
 
-// waiting tells how many jobs wait, and how many of them in their tenants' lines.
+// waiting tells how much waits, how many jobs of it in their tenants' lines, and how many lines of batches are not queued yet.
 func waiting(q client.ModelQueue) string {
-	open, lines := 0, 0
+	open, lines, batches := 0, 0, 0
 	for _, n := range q.Waiting {
 		open += n
 	}
 	for _, n := range q.WaitingLines {
 		lines += n
 	}
-	if lines > 0 {
-		return fmt.Sprintf("%s (%s in line)", count(open+lines), count(lines))
+	for _, n := range q.BatchLines {
+		batches += n
 	}
-	return count(open)
+	var parts []string
+	if lines > 0 {
+		parts = append(parts, count(lines)+" in line")
+	}
+	if batches > 0 {
+		parts = append(parts, count(batches)+" in batches")
+	}
+	all := count(open + lines + batches)
+	if len(parts) > 0 {
+		return all + " (" + strings.Join(parts, ", ") + ")"
+	}
+	return all
 }
 
 // runs tells how many jobs run, and what they hold of the caches.
@@ -319,7 +430,7 @@ func rate(q client.ModelQueue) string {
 	return fmt.Sprintf("%.0f", *q.TokensPerSecond)
 }
 
-// last tells when the last job that waits now starts.
+// last tells when the last of what waits now starts.
 func last(q client.ModelQueue) string {
 	switch {
 	case q.Reason == nil: // nothing waits
@@ -362,7 +473,7 @@ func models(w client.Worker) string {
 
 // reasons explain the codes of what keeps a job from starting.
 var reasons = map[string]string{
-	"dispatching":       "it starts at once",
+	"dispatching":       "a worker has room",
 	"saturated":         "every worker is full",
 	"limit":             "every worker holds back, though its cache has room",
 	"starting":          "a worker is starting",

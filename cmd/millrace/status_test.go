@@ -1,7 +1,11 @@
 package main
 
 import (
+	"errors"
+	"net/http"
+	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unicode/utf8"
@@ -81,6 +85,29 @@ func TestWorkersOfOneKindNeedNoModels(t *testing.T) {
 	}
 }
 
+// TestStatusOfABatch: the lines that are not queued yet are told, and what keeps them.
+func TestStatusOfABatch(t *testing.T) {
+	t.Parallel()
+	for want, q := range map[string]client.ModelQueue{
+		"7":                                   {Waiting: map[job.Class]int{job.Standard: 3, job.Batch: 4}},
+		"7 (5 in line)":                       {Waiting: map[job.Class]int{job.Standard: 2}, WaitingLines: map[job.Tenant]int{"a": 5}},
+		"9,207 (9,000 in batches)":            {Waiting: map[job.Class]int{job.Batch: 207}, BatchLines: map[job.Tenant]int{"a": 8999, "b": 1}},
+		"9,212 (5 in line, 9,000 in batches)": {Waiting: map[job.Class]int{job.Batch: 207}, WaitingLines: map[job.Tenant]int{"a": 5}, BatchLines: map[job.Tenant]int{"a": 9000}},
+	} {
+		if got := waiting(q); got != want {
+			t.Errorf("got %q, want %q", got, want)
+		}
+	}
+	full := client.Worker{Running: 248, Sequences: 248, BatchLimit: 248}
+	if got, want := note(full), "its places for batch work are taken: 248 sequences run, and 248 may for one of it to start"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	full.Sequences = 247
+	if got := note(full); got != "" {
+		t.Errorf("with a place left: %q", got)
+	}
+}
+
 // TestStatusOfPools: a line for each, however many models it serves, that says when a worker is there.
 func TestStatusOfPools(t *testing.T) {
 	t.Parallel()
@@ -120,6 +147,22 @@ waits       1       0      1         0         2      first ready: not known yet
 	if diff := cmp.Diff(want, out.String()); diff != "" {
 		t.Error(diff)
 	}
+	// Those that no autoscaler tells of are there all the same.
+	alone := []client.Pool{{Name: "gpus", Spec: []byte(`{"models":["d"],"max":3}`)}}
+	for _, row := range []struct {
+		queues []client.ModelQueue
+		says   string
+	}{{queues[3:], "start `millrace autoscaler`"}, {queues[:1], "has not decided about it yet"}} {
+		out.Reset()
+		if err := printPoolStates(&out, now, row.queues, alone...); err != nil || !strings.Contains(out.String(), "gpus ") || !strings.Contains(out.String(), row.says) {
+			t.Errorf("%v, %s", err, out.String())
+		}
+	}
+	out.Reset()
+	reason := "no_worker"
+	if err := printStatus(&out, now, &overview{Queues: []client.ModelQueue{{Model: "d", Reason: &reason}}, Workers: []client.Worker{}, Pools: alone}); err != nil || !strings.Contains(out.String(), "no worker serves this model, and no autoscaler runs to start one\n") {
+		t.Errorf("%v, %s", err, out.String())
+	}
 	out.Reset()
 	if err := printPoolStates(&out, now, queues[3:]); err != nil || out.Len() > 0 {
 		t.Errorf("without pools: %v, %q", err, out.String())
@@ -134,5 +177,49 @@ func TestGPUsThatCUDASees(t *testing.T) {
 		if diff := cmp.Diff(want, visibleToCUDA(list)); diff != "" {
 			t.Errorf("%q: %s", list, diff)
 		}
+	}
+}
+
+// TestStatusShowsWhatCanBeShown: a part that hangs or fails is told, and hides no other.
+func TestStatusShowsWhatCanBeShown(t *testing.T) {
+	t.Parallel()
+	var failing atomic.Bool
+	ended := make(chan struct{})
+	mux := http.NewServeMux()
+	mux.HandleFunc("/admin/v1/queues", func(_ http.ResponseWriter, r *http.Request) {
+		select {
+		case <-r.Context().Done():
+		case <-ended:
+		}
+	})
+	mux.HandleFunc("/admin/v1/workers", func(w http.ResponseWriter, _ *http.Request) {
+		_, _ = w.Write([]byte(`{"data":[{"name":"gpu-1","state":"ready"}]}`))
+	})
+	mux.HandleFunc("/admin/v1/pools", func(w http.ResponseWriter, _ *http.Request) {
+		if failing.Load() {
+			w.WriteHeader(http.StatusUnauthorized)
+			return
+		}
+		_, _ = w.Write([]byte(`{"data":[]}`))
+	})
+	server := httptest.NewServer(mux)
+	t.Cleanup(server.Close)
+	t.Cleanup(func() { close(ended) })
+	c, err := client.New(client.Config{URL: server.URL})
+	if err != nil {
+		t.Fatal(err)
+	}
+	o, err := look(t.Context(), c, 500*time.Millisecond)
+	if err == nil || !strings.Contains(err.Error(), "the queues are not known") || strings.Contains(err.Error(), "workers") || o.Queues != nil || len(o.Workers) != 1 || o.Pools == nil {
+		t.Errorf("%+v, %v", o, err)
+	}
+	var out strings.Builder
+	if err := printStatus(&out, time.Now(), &o); err != nil || !strings.Contains(out.String(), "gpu-1") || strings.Contains(out.String(), "no model is known") {
+		t.Errorf("%v, %s", err, out.String())
+	}
+	failing.Store(true)
+	var refused *client.Error
+	if _, err := look(t.Context(), c, 500*time.Millisecond); !errors.As(err, &refused) || refused.Status != http.StatusUnauthorized {
+		t.Errorf("without the key: %v", err)
 	}
 }

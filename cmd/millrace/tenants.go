@@ -100,7 +100,7 @@ func (t *tenantFlags) add(cmd *cobra.Command) {
 	f.StringVar(&t.name, "name", "", "a `name` for people")
 	f.IntVar(&t.weight, "weight", 100, "its share of a model that is short of room, beside other tenants' weights: 1 to 1000")
 	f.BoolVar(&t.disable, "disable", false, "its keys open nothing until --disable=false; what was accepted is finished")
-	t.limits.add(f, ledger.LimitNames())
+	t.limits.add(f, ledger.LimitNames(), tenantLimits)
 	t.conn.add(f)
 	t.out.add(f)
 }

@@ -35,9 +35,13 @@ type Worker struct {
 	Load  float64 `json:"load"`
 	Level int     `json:"level"`
 	TTFT  float64 `json:"expected_ttft_seconds"`
-	// Running jobs, Limit on them (0 is none), InHand those pulled and not started, EngineWaiting what waits inside the engine. Brake is why nothing is pulled though there is room.
-	Running         int     `json:"running"`
-	Limit           int     `json:"concurrency_limit,omitempty"`
+	// Running jobs and their Sequences, Limit on these (0 is none), InHand the jobs pulled and not started, EngineWaiting what waits inside the engine. Brake is why nothing is pulled though there is room.
+	Running   int `json:"running"`
+	Sequences int `json:"sequences,omitempty"`
+	Limit     int `json:"concurrency_limit,omitempty"`
+	// PlaceLimit is how many sequences may run for one more to start while requests wait inside the engine, BatchLimit that for one of the batch class; 0 where only Limit bounds them.
+	PlaceLimit      int     `json:"place_limit,omitempty"`
+	BatchLimit      int     `json:"batch_limit,omitempty"`
 	InHand          int     `json:"in_hand"`
 	EngineWaiting   int     `json:"engine_waiting"`
 	Brake           string  `json:"brake,omitempty"`
@@ -105,6 +109,8 @@ type PoolState struct {
 	Max      int `json:"max"`
 	// WorkerRate is how many expected tokens one worker gets done per second while it is full; 0 is unknown.
 	WorkerRate float64 `json:"worker_tokens_per_second,omitempty"`
+	// ColdStart is how long a start is expected to take, in seconds.
+	ColdStart float64 `json:"cold_start_seconds,omitempty"`
 	// ReadyAt is when the first of those that start is expected to be ready, in unix seconds; 0 if none starts.
 	ReadyAt float64 `json:"ready_at,omitempty"`
 	// Unavailable says why no worker can be started, "" while they can; RetryAt is when the next start is tried, in unix seconds.
@@ -118,9 +124,10 @@ type PoolState struct {
 // ModelQueue is what waits and runs of one model.
 type ModelQueue struct {
 	Model job.Model `json:"model"`
-	// Waiting counts the jobs that any worker may take, by class; WaitingLines those in each tenant's line; Running those that workers have.
+	// Waiting counts the jobs that any worker may take, by class; WaitingLines those in each tenant's line; BatchLines each tenant's lines of batches that are not queued yet; Running the jobs that workers have.
 	Waiting      map[job.Class]int  `json:"waiting"`
 	WaitingLines map[job.Tenant]int `json:"waiting_lines"`
+	BatchLines   map[job.Tenant]int `json:"batch_lines"`
 	Running      int                `json:"running"`
 	// RunningTokens of CapacityTokens are held by running jobs.
 	RunningTokens  job.Tokens `json:"running_tokens"`
@@ -131,7 +138,7 @@ type ModelQueue struct {
 		Bytes  int64      `json:"bytes"`
 		Tokens job.Tokens `json:"tokens"`
 	} `json:"backlog"`
-	// WaitingTokens is what waiting jobs are expected to need, TokensPerSecond how fast full workers get such tokens done, ETASeconds when the last job that waits now starts; nil is unknown.
+	// WaitingTokens is what waiting jobs and lines are expected to need, TokensPerSecond how fast full workers get such tokens done, ETASeconds when the last that waits now starts; nil is unknown.
 	WaitingTokens   job.Tokens `json:"waiting_tokens"`
 	TokensPerSecond *float64   `json:"tokens_per_second"`
 	ETASeconds      *float64   `json:"eta_seconds"`

@@ -167,6 +167,13 @@ func (c *Client) CancelBatch(ctx context.Context, id string) (*Batch, error) {
 	return &b, err
 }
 
+// CancelAnyBatch is CancelBatch for operators: the batch may be any tenant's. It needs an admin key where any is configured.
+func (c *Client) CancelAnyBatch(ctx context.Context, id string) (*Batch, error) {
+	var b Batch
+	err := c.do(ctx, request{method: http.MethodPost, path: "/admin" + batchPath(id) + "/cancel"}, &b)
+	return &b, err
+}
+
 // retryTimeout bounds one try of RetryBatch: the server writes the new batch's file meanwhile.
 const retryTimeout = 10 * time.Minute
 

@@ -239,3 +239,35 @@ func TestACancelledCallSaysSo(t *testing.T) {
 		t.Errorf("got %v, want that it was cancelled", err)
 	}
 }
+
+// TestListsOfOperatorsAreReadToTheirEnd: page by page, each with what was asked of the first.
+func TestListsOfOperatorsAreReadToTheirEnd(t *testing.T) {
+	t.Parallel()
+	var asked []string
+	c := fake(t, func(w http.ResponseWriter, r *http.Request) {
+		asked = append(asked, r.URL.String())
+		switch r.URL.Query().Get("after") {
+		case "":
+			_, _ = io.WriteString(w, `{"object":"list","data":[{"id":"a"},{"id":"b"}],"first_id":"a","last_id":"b","has_more":true}`)
+		case "b":
+			_, _ = io.WriteString(w, `{"object":"list","data":[{"id":"c"}],"first_id":"c","last_id":"c","has_more":true}`)
+		default:
+			_, _ = io.WriteString(w, `{"object":"list","data":[{"id":"d"}],"first_id":"d","last_id":"d","has_more":false}`)
+		}
+	})
+	keys, err := c.Keys(t.Context(), "acme")
+	if err != nil || len(keys) != 4 || keys[3].ID != "d" {
+		t.Errorf("%v: %+v", err, keys)
+	}
+	tenants, err := c.Tenants(t.Context())
+	if err != nil || len(tenants) != 4 || tenants[3].ID != "d" {
+		t.Errorf("%v: %+v", err, tenants)
+	}
+	want := []string{
+		"/admin/v1/keys?tenant=acme", "/admin/v1/keys?after=b&tenant=acme", "/admin/v1/keys?after=c&tenant=acme",
+		"/admin/v1/tenants", "/admin/v1/tenants?after=b", "/admin/v1/tenants?after=c",
+	}
+	if diff := cmp.Diff(want, asked); diff != "" {
+		t.Error(diff)
+	}
+}

@@ -86,11 +86,33 @@ func keyPath(id string) string { return "/admin/v1/keys/" + url.PathEscape(id) }
 
 // Tenants lists all tenants. This and what follows needs an admin key where any is configured, OwnUsage aside.
 func (c *Client) Tenants(ctx context.Context) ([]Tenant, error) {
-	var list struct {
-		Data []Tenant `json:"data"`
+	return all[Tenant](ctx, c, "/admin/v1/tenants", nil)
+}
+
+// all reads all pages of a listing.
+func all[T any](ctx context.Context, c *Client, path string, q url.Values) ([]T, error) {
+	var items []T
+	for {
+		var page struct {
+			Data    []T    `json:"data"`
+			LastID  string `json:"last_id"`
+			HasMore bool   `json:"has_more"`
+		}
+		if err := c.do(ctx, request{method: http.MethodGet, path: path, query: q}, &page); err != nil {
+			return nil, err
+		}
+		items = append(items, page.Data...)
+		if !page.HasMore || page.LastID == "" {
+			return items, nil
+		}
+		next := url.Values{"after": {page.LastID}}
+		for name, values := range q {
+			if name != "after" {
+				next[name] = values
+			}
+		}
+		q = next
 	}
-	err := c.do(ctx, request{method: http.MethodGet, path: "/admin/v1/tenants"}, &list)
-	return list.Data, err
 }
 
 // CreateTenant makes one.
@@ -115,15 +137,11 @@ func (c *Client) DeleteTenant(ctx context.Context, id job.Tenant) error {
 
 // Keys lists the keys of a tenant, "" for all, newest first.
 func (c *Client) Keys(ctx context.Context, t job.Tenant) ([]Key, error) {
-	r := request{method: http.MethodGet, path: "/admin/v1/keys"}
+	var q url.Values
 	if t != "" {
-		r.query = url.Values{"tenant": {string(t)}}
+		q = url.Values{"tenant": {string(t)}}
 	}
-	var list struct {
-		Data []Key `json:"data"`
-	}
-	err := c.do(ctx, r, &list)
-	return list.Data, err
+	return all[Key](ctx, c, "/admin/v1/keys", q)
 }
 
 // CreateKey makes a key; its Secret is told here and never again.

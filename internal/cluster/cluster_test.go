@@ -295,6 +295,46 @@ func TestARestartOfNATSKillsNobody(t *testing.T) {
 	}
 }
 
+// TestAModelIsKnownWhileAPoolNamesIt: and as long as ever if a worker served it.
+func TestAModelIsKnownWhileAPoolNamesIt(t *testing.T) {
+	t.Parallel()
+	n := newServer(t)
+	a, b := open(t, connect(t, n), quick), open(t, connect(t, n), quick)
+	known := func(c *cluster.Cluster, want ...job.Model) {
+		t.Helper()
+		eventually(t, "the right models are known", func() bool {
+			var got []job.Model
+			for _, k := range c.Known() {
+				got = append(got, k.Model)
+			}
+			return slices.Equal(got, want)
+		})
+	}
+	ok := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	ok(a.Name(t.Context(), "never served"))
+	ok(a.Name(t.Context(), "served"))
+	ok(a.Remember(t.Context(), cluster.KnownModel{Model: "served", Largest: 7}))
+	ok(a.Name(t.Context(), "served"))
+	known(b, "never served", "served")
+	eventually(t, "both are told of the one that was served", func() bool {
+		k := b.Known()[1]
+		return k.Largest == 7 && k.Seen > 0 && k.Named >= k.Seen && k.First > 0 && k.First <= k.Seen
+	})
+	for _, m := range []job.Model{"never served", "served", "never heard of"} {
+		ok(a.Unname(t.Context(), m))
+	}
+	known(a, "served")
+	known(b, "served")
+	eventually(t, "it is as it was before it was named", func() bool { k := b.Known()[0]; return k.Largest == 7 && k.Named == 0 })
+	ok(b.Name(t.Context(), "never served"))
+	known(a, "never served", "served")
+}
+
 func TestKnownModelsOutliveARestart(t *testing.T) {
 	t.Parallel()
 	n := newServer(t)

@@ -77,6 +77,8 @@ type PoolInfo struct {
 	Desired int `json:"desired"`
 	// WorkerRate is how many expected tokens one of its workers gets done per second while it is full; 0 is unknown.
 	WorkerRate float64 `json:"worker_tokens_per_second,omitempty"`
+	// ColdStart is how long a start is expected to take, in seconds.
+	ColdStart float64 `json:"cold_start_seconds,omitempty"`
 	// ReadyAt is when the first of those that start is expected to be ready, in unix seconds; 0 if none starts.
 	ReadyAt float64 `json:"ready_at,omitempty"`
 	// Unavailable says why starts fail, RetryAt when the next one is tried (unix seconds); "" while they do not.
@@ -117,14 +119,20 @@ type WorkerInfo struct {
 	Served int64 `json:"served_tokens"`
 	// FreeRank is the largest free room in one data-parallel rank: a job must fit in one.
 	FreeRank job.Tokens `json:"kv_free_rank"`
-	// Load is the share of what may be used that is, 0..1 and more: of the KV cache, or of the sequences where fewer of those are free.
-	Load float64 `json:"load"`
+	// Load is the share of what may be used that is, 0..1 and more: of the KV cache, or of the sequences or the engine's places where fewer of those are free. CacheLoad is that of the KV cache alone; an older worker does not tell.
+	Load      float64 `json:"load"`
+	CacheLoad float64 `json:"cache_load,omitempty"`
 	// TTFT is the expected time to the first token of a typical job that would start now, in seconds; 0 is unknown.
 	TTFT float64 `json:"expected_ttft_seconds"`
 	// EngineWaiting is how many requests wait inside the engine, Limit how many sequences may run at once (0: no limit), Brake why nothing is pulled though there is room.
 	EngineWaiting int    `json:"engine_waiting"`
 	Limit         int    `json:"concurrency_limit,omitempty"`
 	Brake         string `json:"brake,omitempty"`
+	// Sequences are those of the running jobs; an older worker does not tell. PlaceLimit is how many may run for one more to start while requests wait inside the engine, BatchLimit that for one of the batch class, to which an
+	// engine's last places are not given; 0 where only Limit bounds them.
+	Sequences  int `json:"sequences,omitempty"`
+	PlaceLimit int `json:"place_limit,omitempty"`
+	BatchLimit int `json:"batch_limit,omitempty"`
 	// Yields: it takes only what others have no room for.
 	Yields bool `json:"yields,omitempty"`
 	// ChatOnly are those of Models whose engine surely does not serve /v1/responses itself: such requests are made chats, which cannot do all.
@@ -173,6 +181,9 @@ type QueueInfo struct {
 	Waiting      map[job.Class]int  `json:"waiting"`
 	WaitingLines map[job.Tenant]int `json:"waiting_lines,omitempty"`
 	Running      int                `json:"running"`
+	// BatchLines counts each tenant's lines of batches that are not fed yet and so stand nowhere else here, BatchTokens is what they are expected to need.
+	BatchLines  map[job.Tenant]int `json:"batch_lines,omitempty"`
+	BatchTokens job.Tokens         `json:"batch_tokens,omitempty"`
 	// Lines counts the jobs in all waiting lines by class; each batch that has lines to feed counts as one more. Quota are the tenants whose work waits for their own limit on running work.
 	Lines map[job.Class]int `json:"lines,omitempty"`
 	Quota []job.Tenant      `json:"quota,omitempty"`

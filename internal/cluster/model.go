@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -25,13 +26,15 @@ const (
 	rereadEvery = time.Minute
 )
 
-// KnownModel is what is remembered of a model for 24 h after a worker last served it, or a pool named it.
+// KnownModel is what is remembered of a model for 24 h after a worker last served it, and while a pool names it.
 type KnownModel struct {
 	Model job.Model `json:"model"`
 	// Largest is the longest request in tokens that fits its largest worker; 0 is unknown, and keeps what is remembered.
 	Largest job.Tokens `json:"largest"`
-	// Seen is when a worker last said that it serves it, or a pool that it would, unix ms.
+	// Seen is when a worker last said that it serves it, unix ms; 0 if none has.
 	Seen int64 `json:"seen"`
+	// Named is when it was last said that a pool names it, unix ms; 0 if none does.
+	Named int64 `json:"named,omitempty"`
 	// First is since when it is known without a break: the start of the first worker, or when a pool first named it, unix ms. In Remember 0 is Seen.
 	First  int64  `json:"first,omitempty"`
 	Engine string `json:"engine,omitempty"`
@@ -51,12 +54,17 @@ func (e modelEntry) merge(m KnownModel) modelEntry {
 	if e.Largest > m.Largest && m.Seen-e.LargestSeen < rememberFor.Milliseconds() {
 		merged.Largest, merged.LargestSeen = e.Largest, e.LargestSeen
 	}
-	merged.Seen = max(e.Seen, m.Seen)
+	merged.Seen, merged.Named = max(e.Seen, m.Seen), e.Named
 	merged.First = cmp.Or(m.First, m.Seen)
 	if before := cmp.Or(e.First, e.Seen); before > 0 {
 		merged.First = min(before, merged.First)
 	}
 	return merged
+}
+
+// knownAt tells whether the model is known: a worker served it lately, or a pool names it. That it does is said again and again; when nobody says so for as long, nobody was there to say that it does not.
+func (m *KnownModel) knownAt(now time.Time) bool {
+	return now.Sub(time.UnixMilli(max(m.Seen, m.Named))) < rememberFor
 }
 
 func (c *Cluster) modelBucket() bucket {
@@ -67,31 +75,59 @@ func (c *Cluster) openModels(ctx context.Context) (jetstream.KeyValue, error) {
 	return c.modelBucket().open(ctx, c.js)
 }
 
-// Remember stores that the model is served now, or would be by a pool's workers. Call it when a worker becomes ready and then about once a minute.
+// Remember stores that the model is served now. Call it when a worker becomes ready and then about once a minute.
 func (c *Cluster) Remember(ctx context.Context, m KnownModel) error {
 	if m.Seen == 0 {
 		m.Seen = time.Now().UnixMilli()
 	}
+	return c.changeModel(ctx, m.Model, func(old modelEntry) modelEntry { return old.merge(m) })
+}
+
+// Name stores that a pool names the model, whether or not a worker ever serves it. Call it when the pool is made and then about once a minute.
+func (c *Cluster) Name(ctx context.Context, m job.Model) error {
+	now := time.Now().UnixMilli()
+	return c.changeModel(ctx, m, func(e modelEntry) modelEntry {
+		if !e.knownAt(time.UnixMilli(now)) {
+			e.First = now
+		}
+		e.Model, e.Named, e.First = m, now, cmp.Or(e.First, now)
+		return e
+	})
+}
+
+// Unname stores that no pool names the model any more: it is forgotten, unless a worker served it lately.
+func (c *Cluster) Unname(ctx context.Context, m job.Model) error {
+	now := time.Now()
+	return c.changeModel(ctx, m, func(e modelEntry) modelEntry {
+		if e.Named = 0; !e.knownAt(now) {
+			return modelEntry{}
+		}
+		return e
+	})
+}
+
+// changeModel makes of what is stored of a model, which may be nothing, what change returns; the zero value removes it.
+func (c *Cluster) changeModel(ctx context.Context, m job.Model, change func(modelEntry) modelEntry) error {
 	ctx, cancel := withTimeout(ctx, timeout)
 	defer cancel()
 	var err error
-	for range 5 { // other workers of the model may write at the same time
-		if err = c.remember(ctx, m); !errors.Is(err, jetstream.ErrKeyExists) && !errors.Is(err, jetstream.ErrKeyRevisionMismatch) {
+	for range 5 { // others may write of the model at the same time
+		if err = c.tryChangeModel(ctx, m, change); !errors.Is(err, jetstream.ErrKeyExists) && !errors.Is(err, jetstream.ErrKeyRevisionMismatch) {
 			break
 		}
 	}
 	if err != nil {
-		return fmt.Errorf("remembering the model %s: %w", m.Model, err)
+		return fmt.Errorf("remembering the model %s: %w", m, err)
 	}
 	return nil
 }
 
-func (c *Cluster) remember(ctx context.Context, m KnownModel) error {
+func (c *Cluster) tryChangeModel(ctx context.Context, m job.Model, change func(modelEntry) modelEntry) error {
 	kv, err := c.openModels(ctx) // makes it again if it was lost
 	if err != nil {
 		return err
 	}
-	key := token(string(m.Model))
+	key := token(string(m))
 	entry, err := kv.Get(ctx, key)
 	if err != nil && !errors.Is(err, jetstream.ErrKeyNotFound) {
 		return err
@@ -101,14 +137,20 @@ func (c *Cluster) remember(ctx context.Context, m KnownModel) error {
 		// What cannot be read is not worth keeping.
 		_ = json.Unmarshal(entry.Value(), &old)
 	}
-	merged := old.merge(m)
-	data, failed := json.Marshal(merged)
+	changed := change(old)
+	data, failed := json.Marshal(changed)
 	if failed != nil {
 		return failed
 	}
-	if err != nil {
+	gone := changed == modelEntry{}
+	switch {
+	case gone && err != nil: // there was none
+		err = nil
+	case gone:
+		err = kv.Delete(ctx, key, jetstream.LastRevision(entry.Revision()))
+	case err != nil:
 		_, err = kv.Create(ctx, key, data)
-	} else {
+	default:
 		_, err = kv.Update(ctx, key, data, entry.Revision())
 	}
 	if err != nil {
@@ -116,8 +158,12 @@ func (c *Cluster) remember(ctx context.Context, m KnownModel) error {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.models != nil { // known here from now on, and elsewhere once the entry is heard of
-		c.models[m.Model] = merged.KnownModel
+	switch { // here from now on, and elsewhere once the entry is heard of
+	case c.models == nil:
+	case gone:
+		delete(c.models, m)
+	default:
+		c.models[m] = changed.KnownModel
 	}
 	return nil
 }
@@ -129,7 +175,7 @@ func (c *Cluster) Known() []KnownModel {
 	defer c.mu.Unlock()
 	known := make(map[job.Model]KnownModel, len(c.models))
 	for name, m := range c.models {
-		if now.Sub(time.UnixMilli(m.Seen)) < rememberFor {
+		if m.knownAt(now) {
 			known[name] = m
 		}
 	}
@@ -142,7 +188,7 @@ func (c *Cluster) Known() []KnownModel {
 		for _, name := range member.Worker.Models {
 			m, begun := known[name], cmp.Or(member.Started, seen)
 			known[name] = KnownModel{
-				Model: name, Largest: max(m.Largest, member.Worker.Largest), Seen: max(m.Seen, seen), First: min(cmp.Or(m.First, begun), begun), Engine: cmp.Or(member.Worker.Engine, m.Engine),
+				Model: name, Largest: max(m.Largest, member.Worker.Largest), Seen: max(m.Seen, seen), Named: m.Named, First: min(cmp.Or(m.First, begun), begun), Engine: cmp.Or(member.Worker.Engine, m.Engine),
 			}
 		}
 	}
@@ -253,7 +299,10 @@ func (c *Cluster) followOnce(ctx context.Context, read func()) error {
 // apply puts an entry of the bucket into models.
 func apply(models map[job.Model]KnownModel, entry jetstream.KeyValueEntry) {
 	var e modelEntry
-	if entry.Operation() == jetstream.KeyValuePut && json.Unmarshal(entry.Value(), &e) == nil {
+	switch {
+	case entry.Operation() != jetstream.KeyValuePut:
+		maps.DeleteFunc(models, func(m job.Model, _ KnownModel) bool { return token(string(m)) == entry.Key() })
+	case json.Unmarshal(entry.Value(), &e) == nil:
 		e.First = cmp.Or(e.First, e.Seen)
 		models[e.Model] = e.KnownModel
 	}

@@ -82,9 +82,18 @@ func (s *Store) Batches(ctx context.Context, t job.Tenant, p Page) (batches []Ba
 
 // CancelBatch turns a live batch into cancelling; one that is cancelling or cancelled is returned as it is, another end is ErrState with the batch.
 func (s *Store) CancelBatch(ctx context.Context, t job.Tenant, id string, now job.Millis) (*Batch, error) {
+	return s.cancelBatch(ctx, id, now, func(b *Batch) bool { return b.Tenant == t })
+}
+
+// CancelAnyBatch is CancelBatch for operators: of whatever tenant's.
+func (s *Store) CancelAnyBatch(ctx context.Context, id string, now job.Millis) (*Batch, error) {
+	return s.cancelBatch(ctx, id, now, func(*Batch) bool { return true })
+}
+
+func (s *Store) cancelBatch(ctx context.Context, id string, now job.Millis, may func(*Batch) bool) (*Batch, error) {
 	return s.change(ctx, nil, "cancelling the batch "+id, id, func(_ *query, b *Batch) error {
 		switch {
-		case b.Tenant != t:
+		case !may(b):
 			return refuse(ErrNotFound)
 		case b.Status == Cancelling, b.Status == Cancelled:
 			return nil

@@ -160,6 +160,29 @@ func (s *Store) Keys(ctx context.Context, t job.Tenant) ([]Key, error) {
 	return all, err
 }
 
+// KeyPage lists a part of those of a tenant, "" for all. An After that is no key of these is ErrNotFound.
+func (s *Store) KeyPage(ctx context.Context, t job.Tenant, p Page) (keys []Key, more bool, err error) {
+	err = s.read(ctx, "listing the keys", func(q *query) error {
+		where, args := "1 = 1", []any(nil)
+		if t != "" {
+			where, args = "tenant = $1", []any{t}
+		}
+		return q.pageOf(where, "api_keys", keyColumns, where, args, p, func(row scanner) error {
+			var k Key
+			err := scanKey(row, &k)
+			keys = append(keys, k)
+			return err
+		})
+	})
+	if err != nil {
+		return nil, false, err
+	}
+	if len(keys) > p.limit() {
+		return keys[:p.limit()], true, nil
+	}
+	return keys, false, nil
+}
+
 // HasKeys tells whether any key was ever made: from then on nobody is let in without one.
 func (s *Store) HasKeys(ctx context.Context) (has bool, err error) {
 	err = s.read(ctx, "looking for keys", func(q *query) error {

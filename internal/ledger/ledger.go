@@ -36,7 +36,7 @@ type Limits struct {
 	// RequestsPerMinute and TokensPerMinute bound what is submitted: calls, jobs, and the creates of files and batches; tokens are those expected. A batch's lines count in neither.
 	RequestsPerMinute int64 `json:"requests_per_minute,omitempty"`
 	TokensPerMinute   int64 `json:"tokens_per_minute,omitempty"`
-	// Running bounds the calls that are answered on their connections at once, and how many durable jobs and batch lines are given to workers at once; RunningTokens the tokens that all these are expected to
+	// Running bounds the calls that are answered on their connections at once, and, of a tenant, how many durable jobs and batch lines are given to workers at once; RunningTokens the tokens that all these are expected to
 	// need. Calls over it are refused, durable jobs and lines wait.
 	Running       int64 `json:"running,omitempty"`
 	RunningTokens int64 `json:"running_tokens,omitempty"`

@@ -245,6 +245,76 @@ func TestChangesOfATenantAtOnceAreAllMade(t *testing.T) {
 	})
 }
 
+// TestTenantsAndKeysComeInPages: together they are the whole list, each item once.
+func TestTenantsAndKeysComeInPages(t *testing.T) {
+	each(t, func(t *testing.T, s *ledger.Store) {
+		ctx := t.Context()
+		for _, id := range []job.Tenant{"b", "a", "d", "c"} {
+			_, err := s.CreateTenant(ctx, ledger.Tenant{ID: id})
+			ok(t, err)
+		}
+		var found []job.Tenant
+		for after, more := job.Tenant(""), true; more; {
+			var page []ledger.Tenant
+			var err error
+			page, more, err = s.TenantPage(ctx, after, 2)
+			ok(t, err)
+			for _, one := range page {
+				found = append(found, one.ID)
+			}
+			after = found[len(found)-1]
+		}
+		same(t, found, []job.Tenant{"a", "b", "c", "d", job.DefaultTenant})
+		page, more, err := s.TenantPage(ctx, "c", 2)
+		ok(t, err)
+		if len(page) != 2 || more {
+			t.Errorf("the last page is %v, more %v", page, more)
+		}
+		ok(t, s.DeleteTenant(ctx, "c"))
+		page, _, err = s.TenantPage(ctx, "c", 2)
+		ok(t, err)
+		if len(page) != 2 || page[0].ID != "d" {
+			t.Errorf("behind one that was deleted: %v", page)
+		}
+		_, _, err = s.TenantPage(ctx, "nobody\x00", 2)
+		want(t, err, ledger.ErrNotFound)
+
+		var made []string
+		for i := range 5 {
+			_, k, err := s.CreateKey(ctx, ledger.Key{Tenant: []job.Tenant{"a", "b"}[i%2]})
+			ok(t, err)
+			made = append([]string{k.ID}, made...)
+		}
+		walk := func(of job.Tenant, asc bool) (found []string) {
+			p := ledger.Page{Limit: 2, Asc: asc}
+			for more := true; more; {
+				var page []ledger.Key
+				var err error
+				page, more, err = s.KeyPage(ctx, of, p)
+				ok(t, err)
+				found = append(found, ids(page)...)
+				p.After = found[len(found)-1]
+			}
+			return found
+		}
+		all, err := s.Keys(ctx, "")
+		ok(t, err)
+		same(t, walk("", false), ids(all))
+		of, err := s.Keys(ctx, "a")
+		ok(t, err)
+		same(t, walk("a", false), ids(of))
+		backwards := walk("", true)
+		slices.Reverse(backwards)
+		same(t, backwards, ids(all))
+		for _, after := range []string{"key_none", made[1], "\x00"} { // the second is another tenant's
+			_, _, err = s.KeyPage(ctx, "a", ledger.Page{After: after})
+			want(t, err, ledger.ErrNotFound)
+		}
+		_, _, err = s.KeyPage(ctx, "", ledger.Page{After: "key_none"})
+		want(t, err, ledger.ErrNotFound)
+	})
+}
+
 func TestKeys(t *testing.T) {
 	each(t, func(t *testing.T, s *ledger.Store) {
 		ctx := t.Context()

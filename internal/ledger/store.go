@@ -444,19 +444,25 @@ func marks(from, n int) string {
 	return b.String()
 }
 
-// page reads one part of a listing: the columns of the table's rows that fit where, in the order of (created, id). where's arguments come first. It scans one row more than asked for if there is one.
+// page reads one part of a tenant's listing: the columns of the table's rows that fit where, in the order of (created, id). where's arguments come first, and the first of all is the tenant. It scans one row more than asked for if there is one.
 func (q *query) page(table, columns, where string, args []any, p Page, scan func(scanner) error) error {
+	// After is an item of the same tenant, whatever else the listing asks for.
+	return q.pageOf("tenant = $1", table, columns, where, args, p, scan)
+}
+
+// pageOf is page of rows of which p.After may be any that fits whose; that has the first of where's arguments, or none.
+func (q *query) pageOf(whose, table, columns, where string, args []any, p Page, scan func(scanner) error) error {
 	order, than := " DESC", "<"
 	if p.Asc {
 		order, than = "", ">"
 	}
+	n := len(args)
 	if p.After != "" {
 		var created int64
-		// An item of the same tenant, whatever else the listing asks for.
-		if err := q.row("SELECT created FROM "+table+" WHERE tenant = $1 AND id = $2", args[0], p.After).Scan(&created); err != nil {
+		one := args[:min(n, 1):min(n, 1)]
+		if err := q.row(fmt.Sprintf("SELECT created FROM %s WHERE %s AND id = $%d", table, whose, len(one)+1), append(one, p.After)...).Scan(&created); err != nil {
 			return err
 		}
-		n := len(args)
 		where += fmt.Sprintf(" AND (created, id) %s ($%d, $%d)", than, n+1, n+2)
 		args = append(args[:n:n], created, p.After)
 	}

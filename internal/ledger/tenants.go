@@ -87,6 +87,31 @@ func (s *Store) Tenants(ctx context.Context) ([]Tenant, error) {
 	return all, err
 }
 
+// TenantPage lists up to limit of those behind the id after, "" for the first, by id. An after that no tenant has or had is ErrNotFound: whoever pages goes on behind one that was deleted meanwhile.
+func (s *Store) TenantPage(ctx context.Context, after job.Tenant, limit int) (tenants []Tenant, more bool, err error) {
+	err = s.read(ctx, "listing the tenants", func(q *query) error {
+		if after != "" {
+			var found string
+			if err := q.row("SELECT id FROM tenants WHERE id = $1", after).Scan(&found); err != nil {
+				return err
+			}
+		}
+		return q.rows(func(row scanner) error {
+			var t Tenant
+			err := scanTenant(row, &t)
+			tenants = append(tenants, t)
+			return err
+		}, "SELECT "+tenantColumns+" FROM tenants WHERE deleted = 0 AND id > $1 ORDER BY id LIMIT $2", after, limit+1)
+	})
+	if err != nil {
+		return nil, false, err
+	}
+	if len(tenants) > limit {
+		return tenants[:limit], true, nil
+	}
+	return tenants, false, nil
+}
+
 // UpdateTenant has change alter the tenant's name, weight, limits and Disabled: nobody else alters it meanwhile. change may be called again, and its error comes back as it is.
 func (s *Store) UpdateTenant(ctx context.Context, id job.Tenant, change func(*Tenant) error) (*Tenant, error) {
 	var now Tenant

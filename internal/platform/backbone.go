@@ -93,7 +93,7 @@ type Backbone struct {
 // tryTimeout bounds one try to reach a server at start.
 const tryTimeout = 10 * time.Second
 
-// OpenBackbone connects to NATS, Redis and the database. It waits for servers that are not there yet, saying so in the log, until ctx ends; settings that cannot work are
+// OpenBackbone connects to the database, NATS and Redis. It waits for servers that are not there yet, saying so in the log, until ctx ends; settings that cannot work are
 // an error at once.
 func OpenBackbone(ctx context.Context, cfg BackboneConfig, log *slog.Logger) (_ *Backbone, err error) {
 	b := &Backbone{log: log, version: cfg.Version, process: rand.Text()}
@@ -108,6 +108,17 @@ func OpenBackbone(ctx context.Context, cfg BackboneConfig, log *slog.Logger) (_ 
 	}
 	b.conn = nc
 	b.onClose(nc.Close)
+
+	// The database is waited for first: one with another schema needs an operator, who should not have to wait for NATS to hear of it.
+	if cfg.DatabaseURL != "" {
+		if b.ledger, err = await(ctx, log, "database", cfg.DatabaseURL, func(ctx context.Context) (*ledger.Store, error) {
+			s, err := ledger.Open(ctx, ledger.Config{URL: cfg.DatabaseURL}, log)
+			return s, permanentUnless(err, ledger.ErrUnavailable)
+		}); err != nil {
+			return nil, fmt.Errorf("opening the database: %w", err)
+		}
+		b.onClose(func() { _ = b.ledger.Close() }) // what was written is committed
+	}
 
 	if b.queue, err = await(ctx, log, "NATS JetStream", cfg.NATSURL, func(ctx context.Context) (*queue.Queue, error) {
 		q, err := queue.Open(ctx, nc, cfg.Queue, log)
@@ -148,16 +159,6 @@ func OpenBackbone(ctx context.Context, cfg BackboneConfig, log *slog.Logger) (_ 
 		return nil, fmt.Errorf("opening the result store: %w", err)
 	}
 	b.onClose(func() { _ = b.results.Close() }) // nothing is buffered there
-
-	if cfg.DatabaseURL != "" {
-		if b.ledger, err = await(ctx, log, "database", cfg.DatabaseURL, func(ctx context.Context) (*ledger.Store, error) {
-			s, err := ledger.Open(ctx, ledger.Config{URL: cfg.DatabaseURL}, log)
-			return s, permanentUnless(err, ledger.ErrUnavailable)
-		}); err != nil {
-			return nil, fmt.Errorf("opening the database: %w", err)
-		}
-		b.onClose(func() { _ = b.ledger.Close() }) // what was written is committed
-	}
 
 	b.relay = relay.New(nc, log)
 	return b, nil
