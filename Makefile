@@ -45,7 +45,7 @@ down: ## Stop the containers; the queue's volume stays
 
 .PHONY: test
 test: test-deps ## Run every test; finds or installs the servers that they need
-	$(GO) test -timeout=10m $(TESTFLAGS) ./worker ./... # the longest one first
+	$(GO) test -p=3 -timeout=10m $(TESTFLAGS) ./worker ./... # the longest one first
 
 .PHONY: test-deps
 test-deps:

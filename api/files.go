@@ -369,29 +369,22 @@ func cleanFilename(name string) string {
 	return name
 }
 
-// maxFirst is how much of a file's first line is held, in bytes.
-const maxFirst = 64 << 10
+// maxFirst is how much of a file's first line is looked at, in bytes.
+const maxFirst = 512 << 10
 
 // firstLine looks at a file that passes for its first line that is not blank.
 type firstLine struct {
 	number int64  // of the lines before it
-	text   []byte // all of it, or its beginning until there is too much of it to be held
-	long   bool   // it is longer: json takes what comes
-	json   syntax
-	broken bool // json is none
-	any    bool // the file has a byte
-	done   bool // there is one, and what comes changes nothing
+	text   []byte // its beginning
+	cut    bool   // it is longer
+	any    bool   // the file has a byte
+	done   bool   // there is one, and text has all of it that is looked at
 }
 
 func (f *firstLine) Write(p []byte) (int, error) {
 	f.any = f.any || len(p) > 0
 	for rest := p; len(rest) > 0 && !f.done; {
 		piece, after, ended := bytes.Cut(rest, []byte("\n"))
-		rest = after
-		if f.long {
-			f.feed(piece, ended)
-			continue
-		}
 		if len(f.text) == 0 {
 			piece = bytes.TrimLeft(piece, " \t\r") // blanks take no room
 		}
@@ -399,52 +392,47 @@ func (f *firstLine) Write(p []byte) (int, error) {
 		f.text = append(f.text, piece[:n]...)
 		switch {
 		case n < len(piece):
-			f.long = true
-			f.feed(bytes.TrimLeftFunc(f.withoutMark(), unicode.IsSpace), false)
-			f.feed(piece[n:], ended)
-			f.text = nil
+			f.cut, f.done = true, true
 		case ended && len(f.content()) > 0:
 			f.done = true
 		case ended:
 			f.number++
 			f.text = f.text[:0]
 		}
+		rest = after
 	}
 	return len(p), nil
 }
 
-// feed takes a piece of a long line.
-func (f *firstLine) feed(piece []byte, ended bool) {
-	f.broken = f.broken || !f.json.feed(piece)
-	f.done = f.broken || ended
-}
-
-// withoutMark is the line without the mark of the byte order that a file may begin with.
-func (f *firstLine) withoutMark() []byte {
-	if f.number > 0 {
-		return f.text
+// content is the line without what may stand around it.
+func (f *firstLine) content() []byte {
+	text := f.text
+	if f.number == 0 {
+		text = bytes.TrimPrefix(text, []byte("\uFEFF"))
 	}
-	return bytes.TrimPrefix(f.text, []byte("\uFEFF"))
+	return bytes.TrimSpace(text)
 }
-
-// content is a line that is held, without what may stand around it.
-func (f *firstLine) content() []byte { return bytes.TrimSpace(f.withoutMark()) }
 
 // judge tells what is wrong with the beginning of a batch's file: an empty one, and one whose first line is not JSON at all. The rest is looked at when a batch is made of it.
 func (f *firstLine) judge() error {
-	good := true
-	if text := f.content(); f.long {
-		good = !f.broken && f.json.whole()
-	} else if len(text) > 0 {
-		good = json.Valid(text)
-	}
+	text := f.content()
 	switch {
 	case !f.any:
 		return invalid("file", job.CodeEmptyFile, "The file is empty: a batch's file holds one JSON object per line.")
-	case !good:
+	case len(text) > 0 && (f.cut && !beginsJSON(text) || !f.cut && !json.Valid(text)):
 		return invalid("file", job.CodeInvalidJSONLine, "Line %d of the file is not JSON: a batch's file holds one JSON object per line.", f.number+1)
 	}
 	return nil
+}
+
+// beginsJSON tells whether text may be the beginning of a JSON value, or is one.
+func beginsJSON(text []byte) bool {
+	var v json.RawMessage
+	d := json.NewDecoder(bytes.NewReader(text))
+	if err := d.Decode(&v); err != nil {
+		return errors.Is(err, io.ErrUnexpectedEOF)
+	}
+	return len(bytes.TrimSpace(text[d.InputOffset():])) == 0
 }
 
 // hash is that of all that the upload asks for.

@@ -211,10 +211,10 @@ func TestWrongUploadsAreRefusedAndLeaveNothing(t *testing.T) {
 		"empty":                     {form(purpose, part{"file", "x", ""}), "", 400, job.CodeEmptyFile, "file"},
 		"prose":                     {form(purpose, part{"file", "x.txt", "Dear model,\nplease"}), "", 400, job.CodeInvalidJSONLine, "file"},
 		"pretty JSON":               {form(part{"file", "x", "{\n \"custom_id\": 1\n}\n"}, purpose), "", 400, job.CodeInvalidJSONLine, "file"},
-		"a long line of no JSON":    {form(purpose, part{"file", "x", `{"a":` + strings.Repeat("x", 200<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
-		"a long line of JSON first": {form(purpose, part{"file", "x", `{"a":"` + strings.Repeat("x", 500<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
-		"a long line never closed":  {form(part{"file", "x", `{"a":"` + strings.Repeat("x", 500<<10) + "\n" + `"}`}, purpose), "", 400, job.CodeInvalidJSONLine, "file"},
-		"a long line of two values": {form(purpose, part{"file", "x", `{"a":1} {` + strings.Repeat(" ", 200<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
+		"a long line of no JSON":    {form(purpose, part{"file", "x", `{"a":` + strings.Repeat("x", 700<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
+		"a long line of JSON first": {form(purpose, part{"file", "x", `{"a":"` + strings.Repeat("x", 400<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
+		"a long line never closed":  {form(part{"file", "x", `{"a":"` + strings.Repeat("x", 400<<10) + "\n" + `"}`}, purpose), "", 400, job.CodeInvalidJSONLine, "file"},
+		"a long line of two values": {form(purpose, part{"file", "x", `{"a":1} {` + strings.Repeat(" ", 700<<10)}), "", 400, job.CodeInvalidJSONLine, "file"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			contentType := formType
