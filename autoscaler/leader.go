@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/millrace/millrace/internal/cluster"
 	"github.com/millrace/millrace/internal/job"
 	"github.com/millrace/millrace/internal/ledger"
 	"github.com/millrace/millrace/internal/scale"
@@ -379,9 +380,9 @@ func (l *leader) rememberModels(ctx context.Context) error {
 	l.mu.Lock()
 	read := l.poolsAt
 	l.mu.Unlock()
-	served := l.served()
+	served, known := l.served(), l.a.deps.Cluster.Known()
 	for m := range served {
-		if now.Sub(l.remembered[m]) < l.a.timing.minute {
+		if now.Sub(l.remembered[m]) < l.a.timing.minute && slices.ContainsFunc(known, func(k cluster.KnownModel) bool { return k.Model == m }) {
 			continue
 		}
 		if err := l.a.deps.Cluster.Name(ctx, m); err != nil {
@@ -393,7 +394,7 @@ func (l *leader) rememberModels(ctx context.Context) error {
 	if read.IsZero() {
 		return errors.Join(errs...)
 	}
-	for _, k := range l.a.deps.Cluster.Known() {
+	for _, k := range known {
 		// One that was named just now may be of a pool that was made after they were read.
 		if k.Named == 0 || served[k.Model] || read.Sub(time.UnixMilli(k.Named)) < l.a.timing.unnamed {
 			continue

@@ -71,13 +71,7 @@ func (s *Store) Batches(ctx context.Context, t job.Tenant, p Page) (batches []Ba
 			return err
 		})
 	})
-	if err != nil {
-		return nil, false, err
-	}
-	if len(batches) > p.limit() {
-		return batches[:p.limit()], true, nil
-	}
-	return batches, false, nil
+	return cut(batches, p.limit(), err)
 }
 
 // CancelBatch turns a live batch into cancelling; one that is cancelling or cancelled is returned as it is, another end is ErrState with the batch.

@@ -78,13 +78,7 @@ func (s *Store) Files(ctx context.Context, t job.Tenant, purpose string, p Page)
 			return err
 		})
 	})
-	if err != nil {
-		return nil, false, err
-	}
-	if len(files) > p.limit() {
-		return files[:p.limit()], true, nil
-	}
-	return files, false, nil
+	return cut(files, p.limit(), err)
 }
 
 // unread is the condition that no live batch reads a row of files.

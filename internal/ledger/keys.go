@@ -174,13 +174,7 @@ func (s *Store) KeyPage(ctx context.Context, t job.Tenant, p Page) (keys []Key, 
 			return err
 		})
 	})
-	if err != nil {
-		return nil, false, err
-	}
-	if len(keys) > p.limit() {
-		return keys[:p.limit()], true, nil
-	}
-	return keys, false, nil
+	return cut(keys, p.limit(), err)
 }
 
 // HasKeys tells whether any key was ever made: from then on nobody is let in without one.

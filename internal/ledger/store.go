@@ -470,6 +470,14 @@ func (q *query) pageOf(whose, table, columns, where string, args []any, p Page, 
 	return q.rows(scan, text, args...)
 }
 
+// cut is the page of list, which has one item more if there are more.
+func cut[T any](list []T, limit int, err error) (page []T, more bool, _ error) {
+	if err != nil {
+		return nil, false, err
+	}
+	return list[:min(len(list), limit)], len(list) > limit, nil
+}
+
 // limit is the page's, with its default.
 func (p Page) limit() int {
 	if p.Limit <= 0 {

@@ -103,13 +103,7 @@ func (s *Store) TenantPage(ctx context.Context, after job.Tenant, limit int) (te
 			return err
 		}, "SELECT "+tenantColumns+" FROM tenants WHERE deleted = 0 AND id > $1 ORDER BY id LIMIT $2", after, limit+1)
 	})
-	if err != nil {
-		return nil, false, err
-	}
-	if len(tenants) > limit {
-		return tenants[:limit], true, nil
-	}
-	return tenants, false, nil
+	return cut(tenants, limit, err)
 }
 
 // UpdateTenant has change alter the tenant's name, weight, limits and Disabled: nobody else alters it meanwhile. change may be called again, and its error comes back as it is.

@@ -65,6 +65,16 @@ func (q *Queue) bound(ctx context.Context) (context.Context, context.CancelFunc)
 	}
 }
 
+// brief is bound, for defaultTimeout at most.
+func (q *Queue) brief(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx, cancel := context.WithTimeout(ctx, defaultTimeout)
+	ctx, unbind := q.bound(ctx)
+	return ctx, func() {
+		unbind()
+		cancel()
+	}
+}
+
 // transport turns what went wrong on the way to the server into this package's errors.
 func transport(err error) error {
 	switch {

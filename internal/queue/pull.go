@@ -90,10 +90,8 @@ func (q *Queue) Puller(ctx context.Context, cfg PullerConfig) (*Puller, error) {
 
 // ensure makes sure of the puller's stream and consumer. lost says that one of them is known to be missing since epoch seen.
 func (p *Puller) ensure(ctx context.Context, seen uint64, lost bool) error {
-	ctx, cancel := context.WithTimeout(ctx, defaultTimeout)
+	ctx, cancel := p.q.brief(ctx)
 	defer cancel()
-	ctx, unbind := p.q.bound(ctx)
-	defer unbind()
 	if lost || !p.model.ok.Load() {
 		if err := p.q.ensure(ctx, p.model, seen); err != nil {
 			return err

@@ -131,10 +131,8 @@ func (q *Queue) EnsureModel(ctx context.Context, name job.Model) error {
 // ensure makes sure of the model's streams and consumers, unless somebody has since the caller read seen from m.epoch.
 // It gives up after defaultTimeout: a cluster that elects a leader answers nothing that it was asked meanwhile.
 func (q *Queue) ensure(ctx context.Context, m *model, seen uint64) error {
-	ctx, cancel := context.WithTimeout(ctx, defaultTimeout)
+	ctx, cancel := q.brief(ctx)
 	defer cancel()
-	ctx, unbind := q.bound(ctx)
-	defer unbind()
 	select {
 	case m.ensuring <- struct{}{}:
 	case <-ctx.Done():
