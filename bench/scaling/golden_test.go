@@ -19,7 +19,7 @@ var update = flag.Bool("update", false, "write the golden files anew")
 type scribe struct{ bytes.Buffer }
 
 func (s *scribe) decide(v *view) plan {
-	d := scale.Decide(v.Sample, v.History, v.pool)
+	d := scale.Decide(v.Sample, v.history(), v.pool)
 	if d.Start > 0 || len(d.Stop) > 0 {
 		fmt.Fprintf(s, "%5.0f s  %-10s %2d there, %2d wanted: start %2d, stop %v: %s\n", v.now.Seconds(), d.Action, v.live, d.Want, d.Start, d.Stop, d.Reason)
 	}

@@ -110,8 +110,9 @@ func rateBased(t *trace, down time.Duration, want func(v *view) float64) *target
 // view is what a policy sees.
 type view struct {
 	scale.Sample
-	scale.History
-	pool *scale.Pool
+	// history is what came before, for those who ask.
+	history func() scale.History
+	pool    *scale.Pool
 	// now is the time since the start.
 	now time.Duration
 	// queue is how many wait, lines of a batch that are not fed among them; running is how many run.
@@ -280,6 +281,6 @@ func (c *clairvoyant) decide(v *view) plan {
 type millrace struct{}
 
 func (millrace) decide(v *view) plan {
-	d := scale.Decide(v.Sample, v.History, v.pool)
+	d := scale.Decide(v.Sample, v.history(), v.pool)
 	return plan{needed: d.Needed, start: d.Start, stop: d.Stop, yield: d.Yield, trend: d.Forecast.Trend}
 }

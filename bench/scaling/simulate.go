@@ -438,7 +438,7 @@ func (s *simulation) observe() *view {
 		s.recorded = append(s.recorded, ended...)
 		s.season = scale.Learn(s.recorded, now, time.UTC)
 	}
-	v.History = s.memory.History(s.recorder.bucketed(now), s.season)
+	v.history = func() scale.History { return s.memory.History(s.recorder.bucketed(now), s.season) }
 	return v
 }
 

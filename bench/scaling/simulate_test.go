@@ -145,8 +145,9 @@ func TestTheSampleIsWhatThereIs(t *testing.T) {
 			if s := v.Workers[1]; s.State != scale.Starting || !s.Since.Equal(monday.Add(60*time.Second)) {
 				t.Errorf("the second worker is %+v", s)
 			}
-			if n := len(v.Recent); n != 18 || math.Abs(float64(v.Recent[n-1].Jobs)/5-6) > 5 || !v.LastDemand.Equal(v.Now) {
-				t.Errorf("%d entries, last demand %s", n, v.LastDemand)
+			h := v.history()
+			if n := len(h.Recent); n != 18 || math.Abs(float64(h.Recent[n-1].Jobs)/5-6) > 5 || !h.LastDemand.Equal(v.Now) {
+				t.Errorf("%d entries, last demand %s", n, h.LastDemand)
 			}
 			if v.ColdStart.Samples != 0 || v.ColdStart.P50 != 45*time.Second {
 				t.Errorf("cold starts %+v", v.ColdStart)

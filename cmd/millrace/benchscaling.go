@@ -21,10 +21,10 @@ func newBenchScaling(p *program) *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use: "scaling", Short: "Scaling ahead of cold starts beside scalers that react",
-		Long: `Compare Millrace's autoscaler with the usual ones, in virtual time: bursts of
-twenty times the load that come at once or as a ramp, load that comes and goes, a week
-with a burst each weekday's morning, and a batch that has time.
-Workers take 45 s to start.`,
+		Long: `Compare Millrace's autoscaler with the usual ones, in virtual time, within 50
+seconds on two processors: bursts of twenty times the load that come at once or as a
+ramp, load that comes and goes, a week with a burst each weekday's morning, and a batch
+that has time. Workers take 45 s to start.`,
 		Example: "  millrace bench scaling\n  millrace bench scaling --trace step,ramp120 --policy millrace,keda -o json\n  millrace bench scaling --trace step,ramp120 --plot scaling.svg",
 		Args:    args(0, 0, ""),
 		RunE: func(cmd *cobra.Command, _ []string) error {
